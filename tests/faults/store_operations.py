@@ -8,6 +8,7 @@ without the proxy.
 import contextlib
 import dataclasses
 import itertools
+import json
 import random
 import tempfile
 import threading
@@ -16,11 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.host.object_stores import ObjectChanged, StorePath
 from praxis_lite.host.places import local_file, local_files, local_folder
+from praxis_lite.inputs import FromSource, JsonLines
 from praxis_lite.job import job_lock, mirror
 from praxis_lite.job.job_lock import Lease
 from praxis_lite.job.mirror import Mirror
@@ -277,6 +280,34 @@ def data_files(trial: Trial, num_faults: int) -> None:
                     trial.check(is_outdated and text in versions[name], f"{name} is outdated")
 
 
+def examples(trial: Trial, num_faults: int) -> None:
+    """Reads the shuffled rows of 1 to 8 processes, each of which downloads the files itself."""
+    lines = [json.dumps({"x": number}) + "\n" for number in range(5 * 31)]
+    files = {f"{k}.jsonl": "".join(lines[k::5]).encode() for k in range(5)}
+
+    def rows_of(place: str, rows: slice) -> np.ndarray:
+        data = FromSource(JsonLines(f"{place}/*.jsonl"), 13, shuffle=True)
+        return np.stack(
+            [data.rows(index, rows)["x"][: rows.stop - rows.start] for index in range(20)]
+        )
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for name, content in files.items():
+            Path(folder, name).write_bytes(content)
+            trial.client.put(f"examples/{name}", content)
+        expected = rows_of(folder, slice(0, 13))
+        for rng in trial.until(num_faults):
+            num_processes, parts = rng.randint(1, 8), []
+            bounds = np.linspace(0, 13, num_processes + 1).astype(int).tolist()
+            with trial.clear_errors():
+                for rows in itertools.starmap(slice, itertools.pairwise(bounds)):
+                    with tempfile.TemporaryDirectory() as cache:
+                        patch.setenv("XDG_CACHE_HOME", cache)
+                        parts.append(rows_of(f"{trial.url}/examples", rows))
+                actual = np.concatenate(parts, axis=1)
+                trial.check(np.array_equal(actual, expected), f"{num_processes} processes")
+
+
 def steps(trial: Trial, num_faults: int) -> None:
     """Saves and restores the steps of a job, and rolls some of them back."""
     from praxis_lite.checkpoints.checkpoints import Checkpoints
@@ -315,5 +346,6 @@ OPERATIONS: tuple[Callable[[Trial, int], None], ...] = (
     appended_lines,
     leases,
     data_files,
+    examples,
     steps,
 )

@@ -48,7 +48,7 @@ def test_a_failing_store_loses_and_repeats_nothing(scheme):
         trial = Trial(url, proxy, client, SEED)
         for operation in OPERATIONS:
             operation(trial, 3)
-    assert trial.failures == [] and len(proxy.injected) >= 15
+    assert trial.failures == [] and len(proxy.injected) >= 18
 
 
 def test_each_reader_of_files_reads_or_refuses_what_is_broken():
