@@ -117,7 +117,7 @@ class LanguageModelTask(Task):
         if not self._has_tokenizer and self.num_ids().get("ids") not in (256, 257, None):
             # The ids may not be bytes, so id 3 must not end a row.
             tokenizer = ByteTokenizer()
-            tokenizer.turn_end_ids = ()
+            tokenizer.chat = None
         return for_tokenizer(self._decoder, tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:

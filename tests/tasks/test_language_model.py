@@ -219,7 +219,7 @@ class Model(nnx.Module):
 def test_byte_3_ends_a_row_if_the_ids_are_bytes(vocab_size, tokenizer, expected):
     learner = Learner(optax.sgd, 0.1)
     lm = LanguageModelTask(lambda rngs: Model(vocab_size), learner, tokenizer=tokenizer)
-    assert lm.decoder.eos_ids == expected
+    assert (lm.decoder.eos_ids, lm.decoder.stop_sequences) == (expected, ())
 
 
 def test_a_task_that_does_not_decode_says_so():

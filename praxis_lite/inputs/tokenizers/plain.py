@@ -24,7 +24,7 @@ class ByteTokenizer(Tokenizer):
     special_ids = frozenset({eos_id})
     document_start = (eos_id,)
     # ASCII's start of text and end of text.
-    chat = ChatTemplate(
+    chat: ChatTemplate | None = ChatTemplate(
         chatml("\x02", "\x03"), reserved=("\x02", "\x03"), answers_may_be_reserved=False
     )
 
