@@ -89,7 +89,7 @@ class FolderServer(http.server.BaseHTTPRequestHandler):
         self.send(200, {"ETag": f'"{file.stat().st_mtime_ns}"'}, b"")
 
     def do_POST(self) -> None:
-        """Deletes several objects. No client sends a POST request for anything else."""
+        """Deletes the listed objects. Clients send POST requests only for this."""
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
         keys = re.findall("<Key>(.*?)</Key>", body)
         for key in keys:

@@ -101,7 +101,7 @@ class PyDocs(Experiment):
                 min_ratio=0.0,
             ),
             clip_gradient_norm_to_value=1.0,
-            # Each of the four layers is updated on two devices.
+            # Two of the eight devices compute the update of each of the four layers.
             stacked_slot_mesh_axes=("data",),
         )
         return fdl.Config(

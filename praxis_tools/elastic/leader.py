@@ -86,7 +86,8 @@ class Leader:
     ):
         self._settings, self._rendezvous = settings, rendezvous
         self._liveness, self._print_status = liveness, print_status
-        # In an object store, this is not the local copy. Like `elastic`, it has short timeouts.
+        # In an object store, use the object itself instead of its local copy, because the leader
+        # changes. Requests fail after a short time, as for `elastic`.
         self._elastic_jsonl = settings.job.elastic.parent / settings.job.elastic_jsonl.name
         self._recorded = self._recorded_generations()
         self._idle_since = time.monotonic()

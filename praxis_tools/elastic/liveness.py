@@ -34,8 +34,8 @@ class Intervals:
 
 
 ON_DISK = Intervals(beat=0.5, poll=0.1, probe=1.0, silent=12.0)
-# Google Cloud Storage allows one write per second and object, and each request costs money. After
-# LEASE_SECONDS / 2, a worker of a silent host writes nothing to the job.
+# Google Cloud Storage allows one write per second to each object, and every request costs money.
+# The workers of a silent host stop writing to the job after LEASE_SECONDS / 2.
 IN_STORE = Intervals(beat=2.0, poll=1.0, probe=3.0, silent=LEASE_SECONDS)
 
 

@@ -1,9 +1,8 @@
 """The files through which supervisors coordinate: members, generations and the end of the job.
 
 The files are in the job directory, on a file system that all hosts share or in an object store.
-Each member only writes its own member file. The file of a generation is created atomically by the
-first member that tries. Therefore, no supervisor ever waits for another one, and any supervisor can
-die at any time.
+Each member writes only its own file. The first member that proposes a generation creates its file
+atomically. Therefore, no supervisor waits for another one, and any supervisor may die at any time.
 """
 
 import dataclasses

@@ -58,8 +58,7 @@ def test_a_damaged_member_is_none(folder):
     assert rendezvous.read(0) is None
 
 
-def test_of_many_that_create_a_generation_one_does(folder):
-    """All see the same generation, and the same key."""
+def test_only_one_of_seven_members_creates_a_generation_and_all_read_it_and_the_same_key(folder):
     created, keys, start = [], [], threading.Barrier(7)
 
     def create(k):
@@ -124,7 +123,7 @@ def test_records_are_appended_and_sorted(folder):
 
 
 def test_a_store_that_cannot_be_reached_is_not_a_missing_member(folder, monkeypatch):
-    """Otherwise, the other members would start a generation without it."""
+    # Members would start a generation without those that they believe to be missing.
     if not isinstance(folder, StorePath):
         pytest.skip("for stores")
     rendezvous = Rendezvous(folder)
