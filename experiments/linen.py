@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite import EvaluationSettings, MeshConfig, RunConfig, register
+from praxis_lite import MeshConfig, register
 from praxis_lite.core import Learner, WeightSharding
 from praxis_lite.experiments.linen_models import CausalLm, VisionTransformer
 from praxis_lite.experiments.lm import BATCH_OVER_DATA
@@ -27,25 +27,12 @@ class DigitsViT(Digits):
 
     def task(self):
         model = fdl.Config(LinenModel, fdl.Config(VisionTransformer), {"images": (1, 8, 8, 1)})
-        learner = fdl.Config(
-            Learner,
-            optimizer=fdl.Partial(optax.adamw, weight_decay=0.05),
-            learning_rate=fdl.Config(optax.warmup_cosine_decay_schedule, 0.0, 4e-3, 20, 300),
-            clip_gradient_norm_to_value=1.0,
-        )
         return fdl.Config(
             ClassificationTask,
             model,
-            learner,
+            self.learner(),
             weight_sharding=fdl.Config(WeightSharding, strategy=((".*", 'fsdp("data", 0)'),)),
             inputs_split_mapping={"map_1d": (BATCH,), "map_4d": (BATCH,)},
-        )
-
-    def run(self):
-        return fdl.Config(
-            RunConfig,
-            num_train_steps=300,
-            evaluation=fdl.Config(EvaluationSettings, every_steps=150),
         )
 
 

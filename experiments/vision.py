@@ -29,7 +29,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.tasks.image_classification import ClassificationTask
 
-__all__ = ["BATCH", "Digits", "DigitsResNet", "DigitsViT", "digits"]
+__all__ = ["BATCH", "Digits", "DigitsNetwork", "DigitsResNet", "DigitsViT", "digits"]
 
 NUM_HELDOUT = 359  # Number of held-out images out of 1797. The split is always the same.
 # Mesh axes over which the rows of a batch are sharded.
@@ -57,25 +57,14 @@ def digits(split: str) -> dict[str, np.ndarray]:
 
 
 class Digits(Experiment):
-    """Base class of the digit classifiers; defines the task, the datasets and the run."""
+    """Base class of the digit classifiers; defines the learner, the datasets and the run."""
 
-    def network(self) -> fdl.Partial:
-        """Returns the config of a module that maps images to `num_features` features."""
-        raise NotImplementedError
+    peak_learning_rate = 4e-3
+    num_steps = 300
 
-    num_features: int
-    peak_learning_rate: float
-    num_steps: int
-
-    def task(self):
-        softmax = fdl.Partial(
-            FullSoftmax,
-            10,
-            self.num_features,
-            weight_split_dims_mapping=("data", "mdl"),
-            activation_split_dims_mapping=(BATCH, "mdl"),
-        )
-        learner = fdl.Config(
+    def learner(self) -> fdl.Config:
+        """Returns the config of the learner."""
+        return fdl.Config(
             Learner,
             optimizer=fdl.Partial(optax.adamw, weight_decay=0.05),
             learning_rate=fdl.Config(
@@ -86,12 +75,6 @@ class Digits(Experiment):
                 decay_steps=self.num_steps,
             ),
             clip_gradient_norm_to_value=1.0,
-        )
-        return fdl.Config(
-            ClassificationTask,
-            model=fdl.Partial(ClassificationModel, self.network(), softmax),
-            learner=learner,
-            inputs_split_mapping={"map_1d": (BATCH,), "map_4d": (BATCH, None, None, None)},
         )
 
     def datasets(self):
@@ -109,11 +92,36 @@ class Digits(Experiment):
         )
 
 
+class DigitsNetwork(Digits):
+    """Base class of classifiers that apply a softmax to the features of a network."""
+
+    num_features: int
+
+    def network(self) -> fdl.Partial:
+        """Returns the config of a module that maps images to `num_features` features."""
+        raise NotImplementedError
+
+    def task(self):
+        softmax = fdl.Partial(
+            FullSoftmax,
+            10,
+            self.num_features,
+            weight_split_dims_mapping=("data", "mdl"),
+            activation_split_dims_mapping=(BATCH, "mdl"),
+        )
+        return fdl.Config(
+            ClassificationTask,
+            model=fdl.Partial(ClassificationModel, self.network(), softmax),
+            learner=self.learner(),
+            inputs_split_mapping={"map_1d": (BATCH,), "map_4d": (BATCH, None, None, None)},
+        )
+
+
 @register
-class DigitsViT(Digits):
+class DigitsViT(DigitsNetwork):
     """Classifies digits with a vision transformer: 3 layers, 16 patches and a class token."""
 
-    num_features, peak_learning_rate, num_steps = 45, 4e-3, 300
+    num_features = 45
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(2, 2, 2))
@@ -156,7 +164,7 @@ class DigitsViT(Digits):
 
 
 @register
-class DigitsResNet(Digits):
+class DigitsResNet(DigitsNetwork):
     """Classifies digits with a ResNet whose batch norms use the global batch of 8 devices."""
 
     num_features, peak_learning_rate, num_steps = 26, 1e-2, 200

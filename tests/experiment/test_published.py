@@ -9,6 +9,9 @@ import pytest
 from benchmarks import published
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.experiment.registry import get_experiment
+from praxis_lite.experiments.published import DATA
+from praxis_lite.experiments.published.addition import PAD, sums
+from praxis_lite.experiments.published.mnist1d import mnist1d
 from praxis_lite.experiments.published.names import contexts
 from praxis_lite.host.optional_packages import is_installed
 from tests.support.marks import slow_or_nightly
@@ -34,7 +37,8 @@ SMALL = {
     "speed.Gpt2": GPT | {"vocab_size": 61, "task.model.fprop_dtype": np.float32},
     "transfer.Narrow": {"batch_size": 7, "block_size": 13},
 }
-SLOW = {"names.Mlp"}
+QUICK, SLOW = {"mnist1d.Logistic"}, {"names.Mlp"}
+SPLITS = ("train", "heldout")
 ROWS = {row.name: row for row in published.ROWS}
 
 
@@ -43,7 +47,7 @@ def require_data(experiment):
         pytest.skip("mnist1d is not installed")
 
 
-@pytest.mark.parametrize("name", slow_or_nightly((), SLOW, SMALL))
+@pytest.mark.parametrize("name", slow_or_nightly(QUICK, SLOW, SMALL))
 def test_its_first_losses_are_equal_on_uneven_meshes(name):
     require_data(name)
     actual = published.differences(name, MESHES, NUM_STEPS, SMALL[name])
@@ -57,6 +61,51 @@ def test_it_reaches_the_published_figure(name, tmp_path):
     require_data(row.experiment)
     figure, _ = published.measure_row(row, tmp_path, {})
     assert row.accepted[0] <= figure <= row.accepted[1]
+
+
+def short_run(name, num_steps, job_dir, **settings):
+    """Trains a row for a few steps, and returns its final figure on held-out data."""
+    last_only = {"run.num_train_steps": num_steps, "run.evaluation.every_steps": num_steps}
+    return published.measure_row(ROWS[name], job_dir, last_only | settings)[0]
+
+
+def log_probs(counts):
+    return np.log((counts + 1) / np.sum(counts + 1, axis=-1, keepdims=True))
+
+
+def test_a_short_run_on_names_is_better_than_a_bigram_model(tmp_path):
+    train, heldout = contexts("train", 3), contexts("heldout", 3)
+    counts = np.zeros((27, 27))
+    np.add.at(counts, (train["inputs"][:, -1], train["labels"]), 1)
+    bigram = -np.mean(log_probs(counts)[heldout["inputs"][:, -1], heldout["labels"]])
+    assert short_run("names.mlp", 1500, tmp_path) < bigram - 0.04
+
+
+def test_a_short_run_on_text_is_better_than_character_frequencies(tmp_path):
+    texts = {split: (DATA / f"tinyshakespeare_{split}.txt").read_bytes() for split in SPLITS}
+    train, heldout = (np.frombuffer(texts[split], np.uint8) for split in SPLITS)
+    unigram = -np.mean(log_probs(np.bincount(train, minlength=128))[heldout])
+    small = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 32, "learning_rate": 3e-3}
+    assert short_run("char-cpu", 150, tmp_path, **small) < unigram - 0.4
+
+
+def test_a_short_run_on_sums_is_better_than_digit_frequencies(tmp_path):
+    small = {"hidden_size": 32, "batch_size": 32}
+    train, heldout = (sums(split, 3200)["answer"][:, 1:] for split in SPLITS)
+    losses = np.zeros(heldout.shape)
+    for i, digits in enumerate(heldout.T):
+        losses[:, i] = -log_probs(np.bincount(train[:, i], minlength=15))[digits]
+    frequencies = np.mean(losses * (heldout != PAD))
+    assert short_run("addition", 250, tmp_path, num_train_steps=250, **small) < frequencies - 0.05
+
+
+def test_a_short_run_on_signals_is_better_than_the_nearest_mean(tmp_path):
+    require_data("mnist1d.Logistic")
+    train, heldout = (mnist1d(split) for split in SPLITS)
+    means = np.stack([np.mean(train["inputs"][train["labels"] == i], axis=0) for i in range(10)])
+    distances = np.sum((heldout["inputs"][:, None] - means) ** 2, axis=-1)
+    nearest = np.mean(np.argmin(distances, axis=-1) == heldout["labels"])
+    assert short_run("mnist1d.logistic", 500, tmp_path) > nearest + 0.02
 
 
 # Parameter counts that the sources print. nanoGPT prints 10.65M, without position embeddings.

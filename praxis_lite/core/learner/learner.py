@@ -88,7 +88,7 @@ class Learner:
         the dims that they split in the weights. An optimizer that multiplies matrices, such as
         Muon, then computes the update of a layer on the devices that have this layer's slots,
         instead of gathering the matrices of all layers on every device. A stack with fewer layers
-        than devices along these axes is split like its weights.
+        than devices along these axes is split like its weights, with a warning.
       host_slots: One or more patterns of weights, which must match complete paths. The slots and
         averages of these weights are stored in host memory, and moved to the device only during
         updates.

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from praxis_lite.core.errors import warn_once
 from praxis_lite.core.learner.weight_groups import Group
 from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
@@ -51,7 +52,8 @@ def extended_specs(
     dim of its weight would have fewer elements than shards.
 
     Before that, the axes in `stacked_slot_mesh_axes` are moved from the other dims of a stacked
-    weight to its first dim, if the stack has at least as many layers as shards.
+    weight to its first dim. If there is no stack, or it has fewer layers than shards, nothing is
+    moved, and a warning is logged.
 
     Args:
       weight_specs: Nested dict of WeightSpec.
@@ -70,6 +72,12 @@ def extended_specs(
 
     added = checked(slot_mesh_axes, "Learner.slot_mesh_axes")
     by_layer = checked(stacked_slot_mesh_axes, "Learner.stacked_slot_mesh_axes")
+
+    if by_layer and not any(weight.stack_shape for _, weight in spec_items(weight_specs)):
+        warn_once(
+            f"Learner.stacked_slot_mesh_axes={by_layer} has no effect, because the model has no "
+            "stacked layers. Stack its layers with Repeat, or use slot_mesh_axes instead."
+        )
 
     def extended(path: tuple[Any, ...], weight: WeightSpec) -> PartitionSpec:
         name = path_of(path)
@@ -94,7 +102,14 @@ def _by_layer(
         tuple(axis for axis in axes_of(entry) if axis not in mesh_axes) for entry in spec
     )
     first += tuple(mesh_axes)
-    if weight.shape[0] < math.prod(axis_sizes[axis] for axis in first):
+    num_layers, num_shards = weight.shape[0], math.prod(axis_sizes[axis] for axis in first)
+    if num_layers < num_shards:
+        warn_once(
+            f"Learner.stacked_slot_mesh_axes={tuple(mesh_axes)} has no effect on a stack of "
+            f"{num_layers} layers, because its slots would be split into {num_shards} shards over "
+            f"the mesh axes {first}. They are split like the weights. Use axes with at most "
+            f"{num_layers} devices."
+        )
         return spec
     return PartitionSpec(entry_of(first), *map(entry_of, others))
 

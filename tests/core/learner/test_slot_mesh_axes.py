@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite import Task
 from praxis_lite.core import Learner, Partitioner, WeightSpec
+from praxis_lite.core.errors import warn_once
 from praxis_lite.core.learner.slots import extended_specs
 from praxis_lite.core.learner.update import SCOPE
 from praxis_lite.layers import BaseLayer
@@ -73,6 +75,21 @@ def test_a_slots_axis_goes_where_it_costs_the_least_padding(shape, split, stack,
 def test_stacked_slot_mesh_axes_split_the_slots_of_a_stack_by_layer(shape, split, stack, expected):
     weight = WeightSpec(shape, jnp.float32, split, stack)
     assert extended_specs({"w": weight}, (), SIZES, ("data",))["w"] == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "stack", "expected"),
+    [
+        ((3, 13, 37), (None,), "3 layers.* 4 shards .* at most 3 devices"),
+        ((13, 37), (), "no stacked layers"),
+    ],
+)
+def test_stacked_slot_mesh_axes_without_effect_are_reported(shape, stack, expected, caplog):
+    weight = WeightSpec(shape, jnp.float32, ("data", "mdl"), stack)
+    warn_once.cache_clear()
+    extended_specs({"w": weight, "b": weight}, (), SIZES, ("data",))
+    (message,) = caplog.messages
+    assert re.search(r"stacked_slot_mesh_axes=\('data',\) has no effect.*" + expected, message)
 
 
 class Stack(BaseLayer):
