@@ -73,9 +73,11 @@ def last(values: np.ndarray) -> float:
 
 NANOGPT, MAKEMORE = "karpathy/nanoGPT, README", "karpathy/makemore"
 MNIST1D, LECTURE = "greydanus/mnist1d, README", "makemore, lecture 5"
+METAL = "vglazer.github.io, training-on-metal"
 ZOOLOGY, MUP = "arXiv:2312.04927, figure 2", "EleutherAI/nanoGPT-mup"
 ROWS = [
     Row("char", "char.Char", "loss", "1.4697", (1.44, 1.49), NANOGPT),
+    Row("char-start", "char.CharStart", "loss", "2.06 to 2.08", (2.04, 2.11), METAL, last),
     Row("char-cpu", "char.CharCpu", "loss", "1.88", (1.80, 1.91), NANOGPT, last),
     Row("names.mlp", "names.Mlp", "loss", "2.105", (2.08, 2.12), LECTURE, last),
     Row("names.wavenet", "names.WaveNet", "loss", "1.993", (1.97, 2.01), LECTURE, last),

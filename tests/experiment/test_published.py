@@ -24,6 +24,7 @@ SMALL = {
     "addition.Addition": {"batch_size": 7, "hidden_size": 13},
     "char.Char": GPT,
     "char.CharCpu": GPT,
+    "char.CharStart": GPT,
     "grokking.Grokking": {"batch_size": 37},
     "mnist1d.Cnn": {"batch_size": 13},
     "mnist1d.Gru": {"batch_size": 13},
