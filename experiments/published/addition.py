@@ -1,11 +1,13 @@
 """An LSTM that adds a number below 100 and a number below 1,000, one character at a time.
 
-Source: google/flax, examples/seq2seq. At step 1,800, the accuracy of complete sums is 100% and the
-loss is 0.0020. The model is a plain NNX module.
+Source: google/flax, examples/seq2seq, README.md and seq2seq.ipynb. Their logs are of two runs: at
+step 1,800, the losses are 0.0020 and 0.0085, and the accuracies of complete sums 100% and 99%. In
+the notebook's log, this is the smallest of 19 losses, and the next one is 0.027. The model is a
+plain NNX module.
 
 Deviations:
-- The source reports the metrics of a training batch before the update. We compute them on 1,024
-  other random sums.
+- The source reports the metrics of a training batch of 128 sums before the update. We compute them
+  on 1,024 other random sums.
 """
 
 from typing import Any
@@ -27,13 +29,15 @@ __all__ = ["Addition", "AdditionModel", "loss", "sums"]
 PAD, EOS = 0, 1
 ID_OF = {character: i for i, character in enumerate(" +0123456789=", start=2)}
 VOCAB_SIZE = 2 + len(ID_OF)
-QUERY_LENGTH, ANSWER_LENGTH = 8, 6  # As for `99+999<eos><pad>` and `=1098<eos>`.
+# Length of queries such as `99+999<eos><pad>`. The source pads answers, such as `=1098<eos>`, to
+# this length too. This matters, because its loss is a mean over all positions, with 0 for padding.
+LENGTH = 8
 
 
-def encoded(text: str, length: int) -> list[int]:
+def encoded(text: str) -> list[int]:
     """Returns the ids of a text, followed by EOS and padding."""
     ids = [*(ID_OF[character] for character in text), EOS]
-    return ids + [PAD] * (length - len(ids))
+    return ids + [PAD] * (LENGTH - len(ids))
 
 
 def sums(split: str, num_train: int) -> dict[str, np.ndarray]:
@@ -41,8 +45,8 @@ def sums(split: str, num_train: int) -> dict[str, np.ndarray]:
     rng, num_rows = np.random.RandomState(split == "train"), num_train if split == "train" else 1024
     pairs = np.sort(rng.randint((100, 1000), size=(num_rows, 2)), axis=1).tolist()
     return {
-        "query": np.array([encoded(f"{a}+{b}", QUERY_LENGTH) for a, b in pairs]),
-        "answer": np.array([encoded(f"={a + b}", ANSWER_LENGTH) for a, b in pairs]),
+        "query": np.array([encoded(f"{a}+{b}") for a, b in pairs]),
+        "answer": np.array([encoded(f"={a + b}") for a, b in pairs]),
     }
 
 
@@ -51,7 +55,7 @@ def one_hot(ids: jax.Array) -> jax.Array:
 
 
 class AdditionModel(nnx.Module):
-    """An encoder and a decoder LSTM: queries [B, 8], key -> logits [B, 5, 15].
+    """An encoder and a decoder LSTM: queries [B, 8], key -> logits [B, 7, 15].
 
     The decoder reads `=`, then samples of its own predictions.
     """
@@ -78,7 +82,7 @@ class AdditionModel(nnx.Module):
         start = jnp.zeros((len(query), self.hidden_size))
         carry, _ = jax.lax.scan(read, (start, start), query.T)
         equals = jnp.full(len(query), ID_OF["="])
-        keys = jax.random.split(key, ANSWER_LENGTH - 1)
+        keys = jax.random.split(key, LENGTH - 1)
         return jax.lax.scan(write, (carry, equals), keys)[1].swapaxes(0, 1)
 
 
@@ -93,12 +97,12 @@ def loss(model: AdditionModel, inputs: dict[str, jax.Array], key: jax.Array):
 
 @register
 class Addition(Published):
-    """Adds numbers with an LSTM. Published accuracy: 100% after 1,800 steps."""
+    """Adds numbers with an LSTM. Published losses after 1,800 steps: 0.0020 and 0.0085."""
 
     learning_rate = 0.003
     batch_size = 128
     hidden_size = 512
-    num_train_steps = 1800
+    num_train_steps = 2000
 
     def task(self):
         return fdl.Config(
@@ -116,4 +120,4 @@ class Addition(Published):
         return shuffled_arrays(sums, num_train, **sizes)
 
     def run(self):
-        return run_config(self.num_train_steps, 200)
+        return run_config(self.num_train_steps, 100)

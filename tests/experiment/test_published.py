@@ -97,7 +97,7 @@ def test_a_short_run_on_sums_is_better_than_digit_frequencies(tmp_path):
     for i, digits in enumerate(heldout.T):
         losses[:, i] = -log_probs(np.bincount(train[:, i], minlength=15))[digits]
     frequencies = np.mean(losses * (heldout != PAD))
-    assert short_run("addition", 250, tmp_path, num_train_steps=250, **small) < frequencies - 0.05
+    assert short_run("addition", 250, tmp_path, num_train_steps=250, **small) < frequencies - 0.03
 
 
 def test_a_short_run_on_signals_is_better_than_the_nearest_mean(tmp_path):
