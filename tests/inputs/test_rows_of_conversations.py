@@ -405,7 +405,7 @@ def test_tools_of_a_request_need_a_choice_of_none():
         chat(json.dumps(body).encode())
 
 
-def test_arguments_stay_json_in_templates_that_join_or_print_them():
+def test_arguments_stay_json_in_templates_that_join_or_print_them(tmp_path):
     calls = [{"function": {"name": "f", "arguments": '{"x":1}'}}]
     messages = [USER, {"role": "assistant", "tool_calls": calls}, USER]
     for use in ("'' + c.function.arguments", "c.function.arguments"):
@@ -417,6 +417,8 @@ def test_arguments_stay_json_in_templates_that_join_or_print_them():
             )
 
         assert Joins().apply_chat_template(messages, tokenize=False) == 'q{"x":1}q'
+        for way in PROMPTS:
+            assert way({"messages": [*messages, ANSWER]}, Joins(), tmp_path) == 'q{"x":1}q'
 
 
 def test_chats_of_lm_eval_are_read_alike():
