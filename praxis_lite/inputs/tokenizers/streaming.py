@@ -56,6 +56,11 @@ class StreamingDecoder:
         new = self._not_sent(text)
         if new:
             start = len(self._ids) - _NUM_CONTEXT if is_incomplete else self._num_context
+            # Other ids of the first character may be in the prompt. Without them, a tokenizer with
+            # byte tokens, such as Llama's, decodes all bytes that follow as UNKNOWN.
+            start = next(
+                (i for i in range(start, max(start - 4, -1), -1) if self._is_whole(i)), start
+            )
             self._ids = self._ids[start:]
             self._num_context = len(self._ids)
             text = self._decode(self._ids)
@@ -71,6 +76,10 @@ class StreamingDecoder:
     def text_of(self, token: int) -> str:
         """Returns the text that a token would add, with U+FFFD for an incomplete character."""
         return self._not_sent(self._decode([*self._ids[: self._num_context], int(token)]))
+
+    def _is_whole(self, start: int) -> bool:
+        """Returns whether a character starts at `self._ids[start]`."""
+        return not self._decode(self._ids[start:]).startswith(UNKNOWN)
 
     def _not_sent(self, text: str) -> str:
         return text[len(os.path.commonprefix([self._sent, text])) :]
