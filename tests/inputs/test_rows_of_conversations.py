@@ -214,6 +214,8 @@ FORMATS = {
                "<system>s;<user>q;<assistant>m;<user>i\nn;<assistant>a;", "m;a;"),
     "prompt and completion": ("completion", {"prompt": [USER, MIDDLE, USER], "completion": [ANSWER],
                                              "tools": [TOOL]}, CALLED + PLAIN + "a;", "a;"),
+    "a completion that repeats its prompt": ("completion", {
+        "prompt": [USER], "completion": [USER, ANSWER]}, "<user>q;<assistant>a;", "a;"),
 }  # fmt: skip
 
 
@@ -227,6 +229,15 @@ def test_each_format_is_read_completely(name):
         encoded(holds, None, {**given, "score": 1}, ReadsAll(), "here")
     same = encoded(holds, None, {**given, "score": 1}, ReadsAll(), "here", ["score"])
     assert same.ids.tolist() == tokens.ids.tolist()
+
+
+@pytest.mark.parametrize("num_repeated", [(0, 0), (1, 1), (3, 3), (0, 3), (3, 1)])
+def test_answers_that_repeat_the_end_of_their_prompt_have_it_once(num_repeated):
+    prompt = [USER, MIDDLE, USER]
+    chosen, rejected = (prompt[len(prompt) - n :] for n in num_repeated)
+    row = {"prompt": prompt, "chosen": [*chosen, ANSWER], "rejected": [*rejected, MIDDLE]}
+    pair = encoded("preference", None, row, ReadsAll(), "here")
+    assert [text_of(side.ids) for side in pair] == [PLAIN + "a;", PLAIN + "m;"]
 
 
 @pytest.mark.parametrize(("holds", "given", "words"), [

@@ -111,7 +111,7 @@ class Documents:
         self.source.check()
         chat = self._tokenizer.chat
         recipe = {
-            "version": 3,
+            "version": 4,
             "holds": self.format,
             "key": self.key,
             "ahead": self.cache_tokens,
