@@ -194,6 +194,51 @@ def test_a_system_message_that_the_template_leaves_out_is_refused(tmp_path):
             way({"messages": messages}, ReadsContent(), tmp_path)
 
 
+# Name: a template that leaves out a content, and the messages before the answer.
+OMITS = {
+    "beside calls": (
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+        [USER, {"role": "assistant", "content": "LOST", "tool_calls": [CALL]}, USER],
+    ),
+    "a later system message": (
+        "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}"
+        "{% endfor %}",
+        [USER, {"role": "system", "content": "LOST"}, USER],
+    ),
+    "all but the last messages": (
+        "{% for m in messages[-2:] %}{{ m.content }}{% endfor %}",
+        [{"role": "user", "content": "LOST"}, MIDDLE, USER],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OMITS)
+def test_a_content_that_the_template_leaves_out_is_refused(name, tmp_path):
+    template, messages = OMITS[name]
+
+    class Omits(ByteTokenizer):
+        chat = ChatTemplate(template)
+
+    number = next(i for i, message in enumerate(messages) if message["content"] == "LOST")
+    for way in (trained, *PROMPTS):
+        with pytest.raises((ConfigError, ApiError), match=f"message {number} .*content"):
+            way({"messages": [*messages, ANSWER]}, Omits(), tmp_path)
+
+
+def test_a_string_is_a_part_for_templates_that_read_only_parts(tmp_path):
+    class ReadsParts(ByteTokenizer):  # As SmolVLM's.
+        chat = ChatTemplate(
+            "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}"
+            "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %};{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+
+    for way in TRAINING + PROMPTS:
+        expected = PLAIN + ("a;" if way in TRAINING else "")
+        assert way(row(), ReadsParts(), tmp_path) == expected
+
+
 # Name: format, row, the text, and what of it is learned.
 FORMATS = {
     "TRL's conversations": ("messages", {"conversations": [USER, ANSWER]}, "<user>q;<assistant>a;",
