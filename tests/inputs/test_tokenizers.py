@@ -265,6 +265,17 @@ def test_the_log_reports_special_tokens_within_texts(tmp_path, caplog, holds):
     assert "special tokens" not in caplog.text
 
 
+def test_the_log_reports_special_tokens_within_a_corpus(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    for name, text in {"a": "plain", "b": "one<|eot_id|>two", "c": "<|eot_id|>"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    TextCorpus(f"{tmp_path}/*.txt", 0, str(LLAMA)).tokens("train")
+    assert "2 documents" in caplog.text and "'<|eot_id|>' in b.txt#0" in caplog.text
+    caplog.clear()
+    TextCorpus(f"{tmp_path}/*.txt", 0).tokens("train")
+    assert not caplog.text
+
+
 def test_a_prompt_within_the_first_character_is_refused(trained, tmp_path):
     (tmp_path / "a.txt").write_text("日本語", "utf-8")
     corpus = TextCorpus(f"{tmp_path}/*.txt", 0, str(trained))
