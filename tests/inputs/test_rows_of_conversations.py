@@ -226,11 +226,19 @@ def test_a_content_that_the_template_leaves_out_is_refused(name, tmp_path):
             way({"messages": [*messages, ANSWER]}, Omits(), tmp_path)
 
 
-def test_a_string_is_a_part_for_templates_that_read_only_parts(tmp_path):
-    class ReadsParts(ByteTokenizer):  # As SmolVLM's.
+@pytest.mark.parametrize(
+    "use",
+    [
+        # As SmolVLM's, LLaVA's, and one that refuses a string.
+        "{% for x in m.content %}{% if x.type == 'text' %}{{ x['text'] }}{% endif %}{% endfor %}",
+        "{{ m.content[0]['text'] }}",
+        "{{ (m.content | selectattr('type', 'equalto', 'text') | first)['text'] + '' }}",
+    ],
+)
+def test_a_string_is_a_part_for_templates_that_read_only_parts(tmp_path, use):
+    class ReadsParts(ByteTokenizer):
         chat = ChatTemplate(
-            "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}"
-            "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %};{% endfor %}"
+            "{% for m in messages %}<{{ m.role }}>" + use + ";{% endfor %}"
             "{% if add_generation_prompt %}<assistant>{% endif %}"
         )
 

@@ -49,6 +49,10 @@ class _Reads(NamedTuple):
     parts: bool
 
 
+def _as_parts(text: str) -> list[Message]:
+    return [{"type": "text", "text": text}]
+
+
 def chatml(begin: str, end: str) -> str:
     """Returns a ChatML template that marks answers, given the start and end tokens of a turn."""
     begin, end = json.dumps(begin), json.dumps(end)
@@ -142,7 +146,7 @@ class ChatTemplate:
             if isinstance(content, list) and not self._reads(fields["role"]).parts:
                 fields["content"] = text_of(content)
             elif isinstance(content, str) and not self._reads(fields["role"]).text:
-                fields["content"] = [{"type": "text", "text": content}]
+                fields["content"] = _as_parts(content)
             result.append(fields)
         return result
 
@@ -228,7 +232,8 @@ class ChatTemplate:
                     "messages with this role. Change the role to user, remove the message, or use "
                     "a different template."
                 )
-            if text not in shown and is_lost(number, {**message, "content": type(content)()}):
+            other = _PROBE if isinstance(content, str) else _as_parts(_PROBE)
+            if text not in shown and is_lost(number, {**message, "content": other}):
                 raise UnreadKey(
                     f"message {number} (role {role!a:.40}) has content that the chat template "
                     "omits, for example because of the message's other keys or its position. "
@@ -292,18 +297,19 @@ class ChatTemplate:
     def _reads(self, role: str) -> "_Reads":
         """Returns which kinds of content the template accepts from a role."""
         if role not in self._read_by_role:
-            # Some templates require a user's message before an answer, or after a system message.
-            before = {ASSISTANT: [{"role": USER, "content": "a"}]}.get(role, [])
-            after = [{"role": USER, "content": "a"}] if role == "system" else []
 
-            def text(content: Any) -> str:
+            def text(word: str, form: Callable[[str], Any]) -> str:
+                # Some templates require a user's message before an answer, or after a system
+                # message.
+                user = {"role": USER, "content": form("a")}
+                before, after = [user] * (role == ASSISTANT), [user] * (role == "system")
                 try:
-                    return self.render([*before, {"role": role, "content": content}, *after])
+                    return self.render([*before, {"role": role, "content": form(word)}, *after])
                 except ConfigError:
                     return ""
 
-            joined, parts = text(_PROBE), text([{"type": "text", "text": _PROBE}])
-            is_only_parts = _PROBE in parts and _PROBE not in joined
+            joined, parts = text(_PROBE, str), text(_PROBE, _as_parts)
+            is_only_parts = _PROBE in parts and joined == text("a", str)
             is_same = _PROBE in parts and parts == joined
             self._read_by_role[role] = _Reads(not is_only_parts, is_only_parts or is_same)
         return self._read_by_role[role]
