@@ -130,6 +130,19 @@ def test_a_continuation_is_the_text_of_all_ids_without_that_of_the_prompt(kind):
     assert num_compared > 20
 
 
+def test_a_byte_that_is_no_character_does_not_repeat_the_characters_before_it():
+    tokenizer = tokenizer_of("llama")
+    ids = tokenizer.encode("the cat 日é cat", False).tolist()
+    byte = next(i for i in ids[::-1] if tokenizer.name_of(i).startswith("<0x"))
+    end = len(ids) - ids[::-1].index(byte)
+    assert tokenizer.name_of(ids[end - 2]) == "<0xC3>"  # The first byte of é.
+    for n in range(end):
+        new = [*ids[n:end], ids[end - 2], *ids[end:]]
+        prompt, text = ids[:n], tokenizer.decode(ids[:n]).rstrip(UNKNOWN)
+        expected = f"the cat 日é{UNKNOWN} cat"[len(text) :]
+        assert "".join(pieces_of(tokenizer, prompt, new)) == expected, n
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_are_those_of_the_librarys_own_stream(kind):
     from tokenizers.decoders import DecodeStream
