@@ -303,6 +303,10 @@ def test_answers_that_repeat_the_end_of_their_prompt_have_it_once(num_repeated):
     ("completion", {"prompt": "q", "completion": [ANSWER]}, "messages"),
     ("preference", {"prompt": "q", "chosen": "a", "rejected": "b", "tools": [TOOL]}, "tools"),
     ("preference", {"prompt": "z", "chosen": [USER, ANSWER], "rejected": [USER, MIDDLE]}, "prompt"),
+    ("preference", {"prompt": [USER], "chosen": [USER, ANSWER],
+                    "rejected": [{"role": "user", "content": "z"}, MIDDLE]}, "do not continue"),
+    ("preference", {"prompt": [USER], "chosen": [{"role": "system", "content": "s"}, USER, ANSWER],
+                    "rejected": [{"role": "system", "content": "s"}, USER, MIDDLE]}, "system"),
     ("preference", {"prompt": [USER], "chosen": [{**ANSWER, "weight": 0}],
                     "rejected": [MIDDLE]}, "weight 0"),
 ])  # fmt: skip

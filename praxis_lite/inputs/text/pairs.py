@@ -111,6 +111,15 @@ def _split(
     if isinstance(prompt, list) and prompt:
         before = conversation(prompt, where)
         answers = [without_prompt(answer, before) for answer in answers]
+        chosen, rejected = (answer[:1] for answer in answers)
+        roles = [message["role"] for message in (*chosen, *rejected)]
+        if "system" in roles or (USER in roles and chosen != rejected):
+            raise BadExample(
+                "missing_key",
+                where,
+                f"has answers that do not continue the prompt: they begin with the roles {roles}",
+                "Begin both with the answer, or with the last messages in prompt.",
+            )
     else:
         # Without messages in the prompt, the prompt is what both answers start with.
         count = _common_prefix_length(*answers)
