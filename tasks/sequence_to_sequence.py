@@ -17,7 +17,14 @@ from praxis_lite.core import (
     require,
     share_outputs,
 )
-from praxis_lite.decode import Decoder, Sample, cache_length, for_tokenizer, stored_forms
+from praxis_lite.decode import (
+    Decoder,
+    Sample,
+    cache_length,
+    continuation_text,
+    for_tokenizer,
+    stored_forms,
+)
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import aux_loss
 from praxis_lite.tasks.language_model import (
@@ -101,6 +108,13 @@ class SequenceToSequenceTask(Task):
                 "0",
                 "Rows of a batch cannot share a cache, because their sources differ.",
             )
+        require(
+            not decoder.stop_strings or self.tokenizer is not None,
+            "SequenceToSequenceTask.decoder.stop_strings",
+            decoder.stop_strings,
+            "(), because the task has no tokenizer",
+            "Set tokenizer, or pass the token ids as stop_sequences.",
+        )
         self.decoder = decoder
         if self.tokenizer is not None:
             self.decoder = for_tokenizer(decoder, self.tokenizer)
@@ -176,20 +190,28 @@ class SequenceToSequenceTask(Task):
         """Returns a record for each row and hypothesis, with the best hypothesis first.
 
         Padding rows have no record. Records contain source_ids, output_ids (including the end
-        token) and log_prob. With a tokenizer, they also contain source and output as text. With
-        labels, they also contain target_ids and is_match. With several hypotheses, they also
-        contain the rank ("sample") and the score.
+        token) and log_prob. With a tokenizer, they also contain source and output as text; the
+        output does not include special tokens and the stop string. With labels, they also contain
+        target_ids and is_match. With several hypotheses, they also contain the rank ("sample") and
+        the score.
         """
         records = []
         for row in np.flatnonzero(inputs["weights"] > 0):
             source = inputs["src_ids"][row][inputs["src_paddings"][row] < 0.5]
             for hyp in range(self.decoder.num_hyps):
                 new_ids = outputs["output_ids"][row, hyp, : outputs["decode_lengths"][row, hyp]]
-                record = {"source_ids": source.tolist(), "output_ids": new_ids.tolist()}
+                texts: dict[str, str] = {}
                 if self.tokenizer is not None:
-                    decoded = {"source": source, "output": new_ids}
-                    record |= {name: self.tokenizer.decode(ids) for name, ids in decoded.items()}
-                record["log_prob"] = float(np.sum(outputs["logprobs"][row, hyp]))
+                    prompt = inputs["ids"][row, : inputs["prefix_lengths"][row]]
+                    output = continuation_text(
+                        self.tokenizer, prompt, new_ids, self.decoder.stop_strings
+                    )
+                    # The decoder may have read tokens after a stop string in a different
+                    # tokenization.
+                    new_ids = new_ids[: output.num_tokens]
+                    texts = {"source": self.tokenizer.decode(source), "output": output.text}
+                record = {"source_ids": source.tolist(), "output_ids": new_ids.tolist(), **texts}
+                record["log_prob"] = float(np.sum(outputs["logprobs"][row, hyp, : len(new_ids)]))
                 if "labels" in inputs:
                     target = np.trim_zeros(inputs["labels"][row], "b").tolist()
                     record |= {"target_ids": target, "is_match": target == record["output_ids"]}

@@ -61,23 +61,25 @@ class Greedy(Decoder):
     num_cached_prefixes: int = 0
 
     def __post_init__(self):
-        sequences = (x if isinstance(x, tuple) else tuple(x) for x in self.stop_sequences)
+        # JSON and the command line pass lists.
+        lists, strings, sequences = list | tuple, self.stop_strings, self.stop_sequences
+        self._require(
+            "stop_strings",
+            isinstance(strings, lists) and all(isinstance(x, str) and x for x in strings),
+            "a sequence of nonempty strings",
+        )
+        self._require(
+            "stop_sequences",
+            isinstance(sequences, lists)
+            and all(isinstance(x, lists) and x and all(map(is_token, x)) for x in sequences),
+            "sequences of at least one token",
+        )
+        object.__setattr__(self, "stop_strings", tuple(strings))
+        sequences = (x if isinstance(x, tuple) else tuple(x) for x in sequences)
         object.__setattr__(self, "stop_sequences", tuple(sequences))
-        if not isinstance(self.stop_strings, str):
-            object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         super().__post_init__()
         self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0")
         self._require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
-        self._require(
-            "stop_sequences",
-            all(x and all(map(is_token, x)) for x in self.stop_sequences),
-            "sequences of at least one token",
-        )
-        self._require(
-            "stop_strings",
-            not isinstance(self.stop_strings, str) and all(self.stop_strings),
-            "a sequence of nonempty strings",
-        )
         self._require("num_cache_slots", self.num_cache_slots >= 0, "0 (batches) or more")
         self._require("num_speculative_tokens", self.num_speculative_tokens >= 0, "0 or more")
         self._require("prompt_lookup_max", self.prompt_lookup_max >= 1, "1 or more")

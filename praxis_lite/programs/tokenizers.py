@@ -92,7 +92,7 @@ def _train(args: argparse.Namespace) -> None:
 
 def _template(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--chat-template={path} cannot be read: {getattr(error, 'strerror', None) or error}. "

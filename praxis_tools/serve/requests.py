@@ -1,13 +1,12 @@
 """Parses and validates the JSON of completion and chat requests."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.sources.faults import none_skipped
-from praxis_lite.inputs.text.messages import Conversation, conversation, conversation_of
-from praxis_lite.inputs.tokenizers.chat_messages import Message
+from praxis_lite.inputs.text.messages import Conversation, conversation_of
 from praxis_tools.serve.api_error import ApiError
 from praxis_tools.serve.fields import FLAG, TEXT, Field, checked, integer, number, only, read
 
@@ -106,9 +105,14 @@ def chat(body: bytes) -> Request:
         )
     _required(given, "messages")
     row = {name: given[name] for name in ("messages", *_CONTEXT) if name in given}
+    try:
+        with none_skipped():
+            prompt = conversation_of(row, "The request")
+    except ConfigError as error:
+        raise ApiError(400, str(error), param="messages", code="invalid_value") from None
     return Request(
         is_chat=True,
-        prompts=[_api_errors(lambda: conversation_of(row, "The request"), "messages")],
+        prompts=[prompt],
         max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
         num_logprobs=num_logprobs,
         **_common(given, 1),
@@ -160,21 +164,6 @@ def _prompts(x: Any) -> Sequence[Prompt] | None:
 
 def _are_ids(x: Any) -> bool:
     return isinstance(x, list) and len(x) > 0 and all(type(item) is int for item in x)
-
-
-def _messages(x: Any) -> Sequence[Message] | None:
-    if not isinstance(x, list) or not x:
-        return None
-    return _api_errors(lambda: conversation(x, "The request"), "messages")
-
-
-def _api_errors(parse: Callable[[], Any], param: str) -> Any:
-    """Returns `parse()`, converting a ConfigError to an ApiError."""
-    try:
-        with none_skipped():
-            return parse()
-    except ConfigError as error:
-        raise ApiError(400, str(error), param=param, code="invalid_value") from None
 
 
 def _stops(x: Any) -> Sequence[str] | None:
@@ -239,7 +228,7 @@ _CHAT = {
     "messages": Field(
         'a non-empty list of {"role": TEXT, "content": TEXT}, where content may be a list of '
         '{"type": "text"} parts',
-        _messages,
+        lambda x: x if isinstance(x, list) and x else None,
     ),
     **{name: Field("a value as in a training example", lambda x: x) for name in _CONTEXT},
     "max_completion_tokens": integer(1, 2**31 - 1),

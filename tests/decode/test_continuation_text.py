@@ -120,8 +120,6 @@ def test_a_continuation_is_the_text_of_all_ids_without_that_of_the_prompt(kind):
         ids = tokenizer.encode(text, False).tolist()
         for n in range(len(ids) + 1):
             expected, before = tokenizer.decode(ids, True), tokenizer.decode(ids[:n], True)
-            if kind == "llama" and before.endswith(UNKNOWN):
-                continue  # All bytes of a run are unknown if one is.
             prompt = [*tokenizer.document_start, *ids[:n]]
             pieces = pieces_of(tokenizer, prompt, ids[n:])
             before = before.rstrip(UNKNOWN)  # A prompt may end within a character.
@@ -130,6 +128,19 @@ def test_a_continuation_is_the_text_of_all_ids_without_that_of_the_prompt(kind):
             assert continuation_text(tokenizer, prompt, ids[n:]).text == "".join(pieces)
             num_compared += 1
     assert num_compared > 20
+
+
+def test_a_byte_that_is_no_character_does_not_repeat_the_characters_before_it():
+    tokenizer = tokenizer_of("llama")
+    ids = tokenizer.encode("the cat 日é cat", False).tolist()
+    byte = next(i for i in ids[::-1] if tokenizer.name_of(i).startswith("<0x"))
+    end = len(ids) - ids[::-1].index(byte)
+    assert tokenizer.name_of(ids[end - 2]) == "<0xC3>"  # The first byte of é.
+    for n in range(end):
+        new = [*ids[n:end], ids[end - 2], *ids[end:]]
+        prompt, text = ids[:n], tokenizer.decode(ids[:n]).rstrip(UNKNOWN)
+        expected = f"the cat 日é{UNKNOWN} cat"[len(text) :]
+        assert "".join(pieces_of(tokenizer, prompt, new)) == expected, n
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -109,7 +109,8 @@ ROWS = {
 }  # fmt: skip
 # What each template reads beyond turns, by hand; else the error names the word.
 READ = {
-    "a system message": set(TEMPLATES) - {"gemma"},
+    # Mistral's template has it only if the last message is the user's.
+    "a system message": set(TEMPLATES) - {"gemma", "mistral"},
     "tools": {"qwen2.5", "qwen3", "llama3.1", "mistral", "hermes, marked"},
     "documents": {"command-r"},
     "reasoning": {"qwen3", "deepseek-r1"},
@@ -119,11 +120,10 @@ READ = {
 # Unmarked templates that write an earlier turn otherwise once others follow, or text behind it.
 REWRITTEN = {
     *((name, content) for name in ("qwen3", "deepseek-r1") for content in ROWS),
-    ("mistral", "a system message"),
     ("command-r", "documents"),
 }
 NAMED = {
-    "a system message": "System role",
+    "a system message": "System role|role 'system'. has content",
     "tools": "tool",
     "documents": "documents",
     "reasoning": "reasoning",

@@ -31,6 +31,10 @@ def is_even(example):
     return example["n"] % 2 == 0
 
 
+def without_return(example):
+    example["text"] = "T" + example["text"]
+
+
 def with_title(example):
     return {**example, "text": "T" + example["text"]}
 
@@ -124,6 +128,11 @@ def test_filter_and_transform_and_splits(folder):
     assert 3 <= len(both[1]) <= 25 and train.documents.left_out == {"filtered": 60}
     # Its content decides, so the same text is held out wherever it stands.
     assert [x for x in both[0] if x in both[1]] == []
+
+
+def test_a_transform_that_returns_nothing_is_named_with_its_example(folder):
+    with pytest.raises(ConfigError, match=r"transform for .*0.jsonl:1 is None"):
+        packed(folder, {"transform": without_return}).check()
 
 
 def test_too_long(folder):

@@ -194,6 +194,59 @@ def test_a_system_message_that_the_template_leaves_out_is_refused(tmp_path):
             way({"messages": messages}, ReadsContent(), tmp_path)
 
 
+# Name: a template that leaves out a content, and the messages before the answer.
+OMITS = {
+    "beside calls": (
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+        [USER, {"role": "assistant", "content": "LOST", "tool_calls": [CALL]}, USER],
+    ),
+    "a later system message": (
+        "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}"
+        "{% endfor %}",
+        [USER, {"role": "system", "content": "LOST"}, USER],
+    ),
+    "all but the last messages": (
+        "{% for m in messages[-2:] %}{{ m.content }}{% endfor %}",
+        [{"role": "user", "content": "LOST"}, MIDDLE, USER],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OMITS)
+def test_a_content_that_the_template_leaves_out_is_refused(name, tmp_path):
+    template, messages = OMITS[name]
+
+    class Omits(ByteTokenizer):
+        chat = ChatTemplate(template)
+
+    number = next(i for i, message in enumerate(messages) if message["content"] == "LOST")
+    for way in (trained, *PROMPTS):
+        with pytest.raises((ConfigError, ApiError), match=f"message {number} .*content"):
+            way({"messages": [*messages, ANSWER]}, Omits(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        # As SmolVLM's, LLaVA's, and one that refuses a string.
+        "{% for x in m.content %}{% if x.type == 'text' %}{{ x['text'] }}{% endif %}{% endfor %}",
+        "{{ m.content[0]['text'] }}",
+        "{{ (m.content | selectattr('type', 'equalto', 'text') | first)['text'] + '' }}",
+    ],
+)
+def test_a_string_is_a_part_for_templates_that_read_only_parts(tmp_path, use):
+    class ReadsParts(ByteTokenizer):
+        chat = ChatTemplate(
+            "{% for m in messages %}<{{ m.role }}>" + use + ";{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+
+    for way in TRAINING + PROMPTS:
+        expected = PLAIN + ("a;" if way in TRAINING else "")
+        assert way(row(), ReadsParts(), tmp_path) == expected
+
+
 # Name: format, row, the text, and what of it is learned.
 FORMATS = {
     "TRL's conversations": ("messages", {"conversations": [USER, ANSWER]}, "<user>q;<assistant>a;",
@@ -214,6 +267,8 @@ FORMATS = {
                "<system>s;<user>q;<assistant>m;<user>i\nn;<assistant>a;", "m;a;"),
     "prompt and completion": ("completion", {"prompt": [USER, MIDDLE, USER], "completion": [ANSWER],
                                              "tools": [TOOL]}, CALLED + PLAIN + "a;", "a;"),
+    "a completion that repeats its prompt": ("completion", {
+        "prompt": [USER], "completion": [USER, ANSWER]}, "<user>q;<assistant>a;", "a;"),
 }  # fmt: skip
 
 
@@ -229,6 +284,15 @@ def test_each_format_is_read_completely(name):
     assert same.ids.tolist() == tokens.ids.tolist()
 
 
+@pytest.mark.parametrize("num_repeated", [(0, 0), (1, 1), (3, 3), (0, 3), (3, 1)])
+def test_answers_that_repeat_the_end_of_their_prompt_have_it_once(num_repeated):
+    prompt = [USER, MIDDLE, USER]
+    chosen, rejected = (prompt[len(prompt) - n :] for n in num_repeated)
+    row = {"prompt": prompt, "chosen": [*chosen, ANSWER], "rejected": [*rejected, MIDDLE]}
+    pair = encoded("preference", None, row, ReadsAll(), "here")
+    assert [text_of(side.ids) for side in pair] == [PLAIN + "a;", PLAIN + "m;"]
+
+
 @pytest.mark.parametrize(("holds", "given", "words"), [
     ("sharegpt", {"conversations": [{"from": "system", "value": "s"},
                                     {"from": "gpt", "value": "a"}], "system": "o"}, "system"),
@@ -239,6 +303,10 @@ def test_each_format_is_read_completely(name):
     ("completion", {"prompt": "q", "completion": [ANSWER]}, "messages"),
     ("preference", {"prompt": "q", "chosen": "a", "rejected": "b", "tools": [TOOL]}, "tools"),
     ("preference", {"prompt": "z", "chosen": [USER, ANSWER], "rejected": [USER, MIDDLE]}, "prompt"),
+    ("preference", {"prompt": [USER], "chosen": [USER, ANSWER],
+                    "rejected": [{"role": "user", "content": "z"}, MIDDLE]}, "do not continue"),
+    ("preference", {"prompt": [USER], "chosen": [{"role": "system", "content": "s"}, USER, ANSWER],
+                    "rejected": [{"role": "system", "content": "s"}, USER, MIDDLE]}, "system"),
     ("preference", {"prompt": [USER], "chosen": [{**ANSWER, "weight": 0}],
                     "rejected": [MIDDLE]}, "weight 0"),
 ])  # fmt: skip
@@ -405,7 +473,7 @@ def test_tools_of_a_request_need_a_choice_of_none():
         chat(json.dumps(body).encode())
 
 
-def test_arguments_stay_json_in_templates_that_join_or_print_them():
+def test_arguments_stay_json_in_templates_that_join_or_print_them(tmp_path):
     calls = [{"function": {"name": "f", "arguments": '{"x":1}'}}]
     messages = [USER, {"role": "assistant", "tool_calls": calls}, USER]
     for use in ("'' + c.function.arguments", "c.function.arguments"):
@@ -417,6 +485,8 @@ def test_arguments_stay_json_in_templates_that_join_or_print_them():
             )
 
         assert Joins().apply_chat_template(messages, tokenize=False) == 'q{"x":1}q'
+        for way in PROMPTS:
+            assert way({"messages": [*messages, ANSWER]}, Joins(), tmp_path) == 'q{"x":1}q'
 
 
 def test_chats_of_lm_eval_are_read_alike():

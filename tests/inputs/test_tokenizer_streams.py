@@ -26,7 +26,8 @@ def streamed(tokenizer, ids, skips):
 def streams(tokenizer, count, chance):
     """Returns lists of ids: any but bytes, those that are special, and ids that are none."""
     size = tokenizer.vocab_size
-    # A byte that is no character makes those before it unknown, which are text already.
+    # A byte that is no character makes those before it unknown in the complete text, but not in a
+    # stream, which has returned them already.
     known = [i for i in range(size) if not (tokenizer.name_of(i) or "").startswith("<0x")]
     special = [*tokenizer.special_ids, size + 3, -1]
     for length in chance.choices([3, 40, 200], k=count):

@@ -166,11 +166,13 @@ def test_pieces_of_a_stream_are_whole_characters_and_add_up(tokenizer):
         ("{{ messages[0]['content'].__class__.__mro__ }}", "unsafe"),
         ("{% for", "Jinja"),
         ("{{ messages[0]['content'] + 3 }}", '"int"'),
+        ("\udcff", "chat_template.jinja cannot be read"),
     ],
 )
 def test_a_template_is_sandboxed_and_its_words_reach_the_user(tmp_path, template, said):
     shutil.copytree(LLAMA, tmp_path / "one")
-    (tmp_path / "one" / "chat_template.jinja").write_text(template)
+    file = tmp_path / "one" / "chat_template.jinja"
+    file.write_text(template, "utf-8", "surrogateescape")
     with pytest.raises(ConfigError, match=said):
         load_tokenizer(tmp_path / "one").apply_chat_template([{"role": "user", "content": "a"}])
 
@@ -186,6 +188,16 @@ def test_a_command_trains_one_with_a_template_that_marks_answers(trained):
     assert text.startswith(asked + "dog")
     # An answer ends with its turn.
     assert set(tokenizer.eos_ids) == {tokenizer.eos_id, int(tokenizer.encode("<|end_of_turn|>")[0])}
+
+
+def test_a_byte_order_mark_is_not_part_of_the_template_of_a_new_tokenizer(trained, tmp_path):
+    (tmp_path / "a.jinja").write_text("{{ messages[0].content }}", "utf-8-sig")
+    options = ["--vocab-size=300", "--chat-template", tmp_path / "a.jinja"]
+    files = trained.parent / "*.txt"
+    assert praxis("tokenizers", "train", files, tmp_path / "new", *options) == 0
+    message = [{"role": "user", "content": "fox?"}]
+    text = load_tokenizer(tmp_path / "new").apply_chat_template(message, tokenize=False)
+    assert text == "fox?"
 
 
 def test_the_command_says_what_it_cannot_do(trained, tmp_path, capsys):
@@ -263,6 +275,17 @@ def test_the_log_reports_special_tokens_within_texts(tmp_path, caplog, holds):
     caplog.clear()
     Documents(source, holds).check()
     assert "special tokens" not in caplog.text
+
+
+def test_the_log_reports_special_tokens_within_a_corpus(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    for name, text in {"a": "plain", "b": "one<|eot_id|>two", "c": "<|eot_id|>"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    TextCorpus(f"{tmp_path}/*.txt", 0, str(LLAMA)).tokens("train")
+    assert "2 documents" in caplog.text and "'<|eot_id|>' in b.txt#0" in caplog.text
+    caplog.clear()
+    TextCorpus(f"{tmp_path}/*.txt", 0).tokens("train")
+    assert not caplog.text
 
 
 def test_a_prompt_within_the_first_character_is_refused(trained, tmp_path):

@@ -12,8 +12,10 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner, NnxModel
 from praxis_lite.decode import BeamSearch, Greedy
 from praxis_lite.experiments.seq2seq import END, ReversedWords
+from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 from praxis_tools.check.asserts.layers import drawn
+from tests.support.goldens import GOLDENS
 
 BATCH = {
     "src_ids": np.zeros((3, 2), np.int32),
@@ -140,13 +142,41 @@ def test_records_of_true_rows_say_whether_the_target_was_found():
         {
             "source_ids": [6, 5],
             "output_ids": [5, 1],
-            "log_prob": -1.5,
+            "log_prob": -1.0,
             "target_ids": [5, 6, 1],
             "is_match": False,
             "sample": 1,
             "score": -2.0,
         },
     ]
+
+
+def test_an_output_ends_before_its_stop_string_and_has_no_special_tokens():
+    tokenizer = load_tokenizer(GOLDENS / "tokenizers" / "llama3")
+    stopped = tokenizer.encode("one; the", False).tolist()  # "; " is a part of two tokens.
+    ended = [*tokenizer.encode("three", False).tolist(), tokenizer.eos_id]
+    after = len(stopped) + 1
+    output_ids = np.zeros((2, 1, 9), np.int32)
+    output_ids[0, 0, :after], output_ids[1, 0, : len(ended)] = [*stopped, stopped[0]], ended
+    inputs = {
+        "src_ids": np.ones((2, 1), np.int32),
+        "src_paddings": np.zeros((2, 1)),
+        "ids": np.full((2, 1), tokenizer.bos_id),
+        "prefix_lengths": np.ones(2, np.int32),
+        "weights": np.ones(2),
+    }
+    outputs = {
+        "output_ids": output_ids,
+        "decode_lengths": np.asarray([[after], [len(ended)]]),
+        "logprobs": np.where(output_ids > 0, -0.5, 0.0),
+    }
+    decoder = Greedy(stop_strings=("; ",))
+    records = task(tokenizer=tokenizer, decoder=decoder).decode_to_records(inputs, outputs)
+    assert [record["output"] for record in records] == ["one", "three"]
+    assert [record["output_ids"] for record in records] == [stopped, ended]
+    assert [record["log_prob"] for record in records] == [-0.5 * len(stopped), -0.5 * len(ended)]
+    with pytest.raises(ConfigError, match="stop_strings is .*'; '.*tokenizer"):
+        task(decoder=decoder)
 
 
 def test_places_shared_by_rows_of_other_sources_are_refused():

@@ -58,7 +58,7 @@ def test_a_title_is_the_last_message(prompt):
 
 
 def test_a_conversation_without_messages_is_not_a_prompt():
-    with pytest.raises(ConfigError, match="generate: .* no messages"):
+    with pytest.raises(ConfigError, match="generate is .*messages.*; expected"):
         prompt_ids({"messages": []}, ByteTokenizer(), "generate")
 
 
@@ -93,6 +93,21 @@ def test_a_file_of_prompts(tmp_path):
     path.write_text(f'{{"prompt": "The\\n"}}\n{json.dumps({"messages": message})}\n', "utf-8")
     text, conversation = read_prompts(path)
     assert text == "The\n" and conversation.messages == message
+
+
+@pytest.mark.parametrize("key", ["prompt", "messages", "conversations", "text"])
+def test_a_row_is_the_same_prompt_in_python_as_in_a_file(tmp_path, key):
+    message = [{"role": "user", "content": "Hello"}]
+    row = {"prompt": "Hello"} if key == "text" else {key: message}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
+    (prompt,) = read_prompts(tmp_path / "prompts.jsonl")
+    tokenizer = ByteTokenizer()
+    expected = tokenizer.encode_prompt("Hello")
+    if key != "text":
+        expected = tokenizer.apply_chat_template(message, add_generation_prompt=True)
+    for form in (row, prompt):
+        assert prompt_ids(form, tokenizer, "generate").tolist() == expected.tolist()
+        assert title(form, tokenizer) == "Hello"
 
 
 @pytest.mark.parametrize(

@@ -87,11 +87,27 @@ class TextCorpus:
         document.
         """
         if split not in self._tokens:
-            tokenizer = self.tokenizer
-            texts = [text for _, text in self.documents(split)]
+            tokenizer, documents = self.tokenizer, self.documents(split)
+            encoded = tokenizer.encode_documents([text for _, text in documents])
+            special = sorted(tokenizer.special_ids)
+            found = [
+                (tokenizer.decode([ids[is_special][0]]), name)
+                for (name, _), ids in zip(documents, encoded, strict=True)
+                if (is_special := np.isin(ids, special)).any()
+            ]
+            if found:
+                _log.info(
+                    "%s: %s documents of the %r split contain the names of special tokens, which "
+                    "are read as these tokens, or characters that the tokenizer does not know, so "
+                    "that bits per byte are too low; the first of these tokens is %r in %s",
+                    self._source,
+                    f"{len(found):,}",
+                    split,
+                    *found[0],
+                )
             end = np.array(tokenizer.document_end, np.int32)
             pieces = [end]
-            for ids in tokenizer.encode_documents(texts):
+            for ids in encoded:
                 # If documents start with EOS, the EOS of the previous document is also the start
                 # token.
                 starts_with_end = tokenizer.document_start == tokenizer.document_end

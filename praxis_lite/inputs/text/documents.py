@@ -111,7 +111,7 @@ class Documents:
         self.source.check()
         chat = self._tokenizer.chat
         recipe = {
-            "version": 3,
+            "version": 4,
             "holds": self.format,
             "key": self.key,
             "ahead": self.cache_tokens,
@@ -224,6 +224,8 @@ class Documents:
         where = self.source.where(number)
         if self.transform is not None:
             example = apply_to_example(self.transform, example, where)
+            name = f"The result of Documents.transform for {where}"
+            require(isinstance(example, Mapping), name, example, "a dict such as {'text': ...}")
         if self.keep is not None and not apply_to_example(self.keep, example, where):
             return "filtered"
         tokens = encoded(self.format, self.key, example, self._tokenizer, where, self.ignored_keys)

@@ -18,7 +18,7 @@ from praxis_lite.inputs.text.messages import (
     row_without_nulls,
     with_context,
 )
-from praxis_lite.inputs.text.pairs import Pair, pair_of, prompted
+from praxis_lite.inputs.text.pairs import Pair, pair_of, prompted, without_prompt
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, is_empty
 
@@ -93,7 +93,8 @@ def _of_completion(
     prompt, completion = _value(row, "prompt", where), _value(row, key, where)
     if isinstance(completion, list):
         require_known(row, ("prompt", key, *CONTEXT_KEYS), where)
-        before, after = conversation(prompt, where), conversation(completion, where)
+        before = conversation(prompt, where)
+        after = without_prompt(conversation(completion, where), before)
         both = with_context([*before, *after], row, where)
         # Count from the end, because `with_context` may insert a system message.
         return _of_conversation(both, tokenizer, where, first=len(both.messages) - len(after))

@@ -47,8 +47,8 @@ def pair_of(
     The values of "prompt", "chosen" and "rejected" are strings or lists of messages. If "prompt" is
     missing, or is a string although the answers are complete conversations, the prompt consists of
     the messages that both answers start with, as in TRL's `maybe_extract_prompt`. Answers may
-    repeat the messages in the prompt. Rows with messages may also contain CONTEXT_KEYS. Assistant
-    messages with weight 0 are excluded from the comparison.
+    repeat the last messages in the prompt. Rows with messages may also contain CONTEXT_KEYS.
+    Assistant messages with weight 0 are excluded from the comparison.
 
     Args:
       example: A row of the dataset.
@@ -110,9 +110,16 @@ def _split(
     """Splits two conversations into the messages in the prompt and in each answer."""
     if isinstance(prompt, list) and prompt:
         before = conversation(prompt, where)
-        # Answers may repeat the messages of the prompt.
-        if all(answer[: len(before)] == before for answer in answers):
-            answers = [answer[len(before) :] for answer in answers]
+        answers = [without_prompt(answer, before) for answer in answers]
+        chosen, rejected = (answer[:1] for answer in answers)
+        roles = [message["role"] for message in (*chosen, *rejected)]
+        if "system" in roles or (USER in roles and chosen != rejected):
+            raise BadExample(
+                "missing_key",
+                where,
+                f"has answers that do not continue the prompt: they begin with the roles {roles}",
+                "Begin both with the answer, or with the last messages in prompt.",
+            )
     else:
         # Without messages in the prompt, the prompt is what both answers start with.
         count = _common_prefix_length(*answers)
@@ -142,6 +149,13 @@ def _split(
             "Add a prompt, or start both conversations with the messages of the prompt.",
         )
     return before, answers
+
+
+def without_prompt(answer: list[Message], prompt: Sequence[Message]) -> list[Message]:
+    """Removes the last messages of a prompt from the start of an answer that repeats them."""
+    sizes = range(min(len(answer), len(prompt)), 0, -1)
+    count = next((n for n in sizes if answer[:n] == prompt[-n:]), 0)
+    return answer[count:]
 
 
 def _common_prefix_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:

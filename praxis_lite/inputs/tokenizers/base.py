@@ -79,7 +79,7 @@ class Tokenizer(abc.ABC):
     def turn_end(self) -> str:
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
         try:
-            text = "" if self.chat is None else self.chat.render(messages)
+            text = "" if self.chat is None else self.chat.render(self.chat.prepared(messages))
         except ConfigError:
             return ""  # The error is reported when a conversation is rendered.
         if self.chat is None or _ANSWER not in text:

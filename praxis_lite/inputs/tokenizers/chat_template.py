@@ -42,6 +42,17 @@ class Answers(NamedTuple):
     spans: list[tuple[int, int]]
 
 
+class _Reads(NamedTuple):
+    """Whether a template shows a message's content that is a string, or a list of parts."""
+
+    text: bool
+    parts: bool
+
+
+def _as_parts(text: str) -> list[Message]:
+    return [{"type": "text", "text": text}]
+
+
 def chatml(begin: str, end: str) -> str:
     """Returns a ChatML template that marks answers, given the start and end tokens of a turn."""
     begin, end = json.dumps(begin), json.dumps(end)
@@ -84,7 +95,7 @@ class ChatTemplate:
             self.tool_use = ChatTemplate(
                 tool_use, variables, None, self.reserved, answers_may_be_reserved
             )
-        self._parts_read_of: dict[str, bool] = {}  # The results of `_reads_parts`, by role.
+        self._read_by_role: dict[str, _Reads] = {}  # The results of `_reads`.
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         # A worker process compiles the template again; compiled templates cannot be pickled.
@@ -125,14 +136,17 @@ class ChatTemplate:
         """Converts messages to the format that the template expects, without weights.
 
         This is the format of `as_messages`. If the template does not support lists of parts as
-        content, the parts are joined into a string.
+        content, the parts are joined into a string; if it supports only lists, as templates of
+        models with images do, a string becomes a list.
         """
         result: list[Message] = []
         for message in as_messages(messages):
             fields = {key: item for key, item in message.items() if key != "weight"}
             content = fields.get("content")
-            if isinstance(content, list) and not self._reads_parts(fields["role"]):
+            if isinstance(content, list) and not self._reads(fields["role"]).parts:
                 fields["content"] = text_of(content)
+            elif isinstance(content, str) and not self._reads(fields["role"]).text:
+                fields["content"] = _as_parts(content)
             result.append(fields)
         return result
 
@@ -148,7 +162,8 @@ class ChatTemplate:
 
         The template must read each variable. Each message key must occur in the template's source
         or change the rendered text, and so must each role except user and assistant. The key `name`
-        must change the text, because templates also mention the names of tools in their source.
+        must change the text, because templates also mention the names of tools in their source. The
+        content of each message must occur in the text or change it.
 
         Args:
           messages: Messages as returned by `prepared`.
@@ -160,8 +175,8 @@ class ChatTemplate:
           The result of `rendered` for the messages.
 
         Raises:
-          UnreadKey: The template ignores a variable, key or role, which is named in the error
-            message.
+          UnreadKey: The template ignores a variable, key, role or content, which is named in the
+            error message.
           ReservedText: A reserved text occurs where it must not.
           RefusedConversation: The template rejects the conversation, or it marks answers and the
             conversation contains one of the markers.
@@ -177,6 +192,7 @@ class ChatTemplate:
         # A refusal is raised last, because an unread key is a better explanation of it.
         try:
             result, refusal = rendered(messages), None
+            shown = result.text if isinstance(result, Answers) else str(result)
         except RefusedConversation as error:
             refusal = error
 
@@ -205,13 +221,23 @@ class ChatTemplate:
                         "the chat template does not use. Remove the key, or use a template that "
                         "supports it."
                     ) from refusal
-            if refusal is not None or role in (USER, ASSISTANT) or role in self._mentioned:
+            if refusal is not None:
                 continue
-            if text_of(message.get("content")).strip() and is_lost(number):
+            content = message.get("content", "")
+            text = text_of(content).strip()
+            is_known = role in (USER, ASSISTANT) or role in self._mentioned
+            if text and not is_known and is_lost(number):
                 raise UnreadKey(
                     f"message {number} has the role {role!a:.40}, but the chat template omits "
                     "messages with this role. Change the role to user, remove the message, or use "
                     "a different template."
+                )
+            other = _PROBE if isinstance(content, str) else _as_parts(_PROBE)
+            if text not in shown and is_lost(number, {**message, "content": other}):
+                raise UnreadKey(
+                    f"message {number} (role {role!a:.40}) has content that the chat template "
+                    "omits, for example because of the message's other keys or its position. "
+                    "Remove the content, or use a different template."
                 )
         if refusal is not None:
             raise refusal
@@ -268,23 +294,25 @@ class ChatTemplate:
         names = (node.attr if isinstance(node, nodes.Getattr) else node.value for node in found)
         return frozenset(name for name in names if isinstance(name, str))
 
-    def _reads_parts(self, role: str) -> bool:
-        """Returns whether the template accepts lists of parts as the content of a role."""
-        if role not in self._parts_read_of:
-            # Some templates require a user's message before an answer, or after a system message.
-            before = {ASSISTANT: [{"role": USER, "content": "a"}]}.get(role, [])
-            after = [{"role": USER, "content": "a"}] if role == "system" else []
+    def _reads(self, role: str) -> "_Reads":
+        """Returns which kinds of content the template accepts from a role."""
+        if role not in self._read_by_role:
 
-            def text(content: Any) -> str:
+            def text(word: str, form: Callable[[str], Any]) -> str:
+                # Some templates require a user's message before an answer, or after a system
+                # message.
+                user = {"role": USER, "content": form("a")}
+                before, after = [user] * (role == ASSISTANT), [user] * (role == "system")
                 try:
-                    return self.render([*before, {"role": role, "content": content}, *after])
+                    return self.render([*before, {"role": role, "content": form(word)}, *after])
                 except ConfigError:
                     return ""
 
-            joined, parts = text(_PROBE), text([{"type": "text", "text": _PROBE}])
-            is_same = parts == joined or _PROBE not in joined
-            self._parts_read_of[role] = _PROBE in parts and is_same
-        return self._parts_read_of[role]
+            joined, parts = text(_PROBE, str), text(_PROBE, _as_parts)
+            is_only_parts = _PROBE in parts and joined == text("a", str)
+            is_same = _PROBE in parts and parts == joined
+            self._read_by_role[role] = _Reads(not is_only_parts, is_only_parts or is_same)
+        return self._read_by_role[role]
 
     @functools.cached_property
     def marks_answers(self) -> bool:

@@ -72,15 +72,25 @@ def read_fields(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        fields = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"The tokenizer file {path} cannot be read: {shortened(str(error), 200)}. Copy it "
-            "again."
-        ) from None
+        fields = json.loads(_text_of(path))
+    except json.JSONDecodeError as error:
+        raise _unreadable(path, error) from None
     if not isinstance(fields, dict):
         raise ConfigError(f"The tokenizer file {path} is not a JSON object. Copy it again.")
     return fields
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"The tokenizer file {path} cannot be read: {shortened(str(error), 200)}. Copy it again."
+    )
 
 
 def chat_templates(directory: Path) -> dict[str, str]:
@@ -90,13 +100,14 @@ def chat_templates(directory: Path) -> dict[str, str]:
     precedence over chat_template in tokenizer_config.json.
 
     Raises:
-      ConfigError: chat_template in tokenizer_config.json has the wrong type.
+      ConfigError: A file cannot be read, or chat_template in tokenizer_config.json has the wrong
+        type.
     """
     paths = {path.stem: path for path in sorted((directory / TEMPLATES).glob("*.jinja"))}
     if (directory / TEMPLATE).is_file():
         paths["default"] = directory / TEMPLATE
     if paths:
-        return {name: path.read_text("utf-8") for name, path in paths.items()}
+        return {name: _text_of(path) for name, path in paths.items()}
     source = read_fields(directory / TOKENIZER_CONFIG).get("chat_template") or {}
     if isinstance(source, str):
         return {"default": source}

@@ -53,9 +53,14 @@ class StreamingDecoder:
         if is_incomplete and len(self._ids) - self._num_context <= _NUM_CONTEXT:
             return ""
         text = text[: len(text) - is_incomplete]
-        new = self._not_sent(text)
+        new = self._not_sent(text, self._ids[self._num_context :])
         if new:
             start = len(self._ids) - _NUM_CONTEXT if is_incomplete else self._num_context
+            # Other ids of the first character may be in the prompt. Without them, a tokenizer with
+            # byte tokens, such as Llama's, decodes all bytes that follow as UNKNOWN.
+            start = next(
+                (i for i in range(start, max(start - 4, -1), -1) if self._is_whole(i)), start
+            )
             self._ids = self._ids[start:]
             self._num_context = len(self._ids)
             text = self._decode(self._ids)
@@ -65,15 +70,25 @@ class StreamingDecoder:
     def flush(self) -> str:
         """Returns the remaining text, with U+FFFD for incomplete characters."""
         text = self._decode(self._ids)
-        new, self._sent, self._num_context = self._not_sent(text), text, len(self._ids)
+        new = self._not_sent(text, self._ids[self._num_context :])
+        self._sent, self._num_context = text, len(self._ids)
         return new
 
     def text_of(self, token: int) -> str:
         """Returns the text that a token would add, with U+FFFD for an incomplete character."""
-        return self._not_sent(self._decode([*self._ids[: self._num_context], int(token)]))
+        return self._not_sent(self._decode([*self._ids[: self._num_context], token]), [token])
 
-    def _not_sent(self, text: str) -> str:
-        return text[len(os.path.commonprefix([self._sent, text])) :]
+    def _is_whole(self, start: int) -> bool:
+        """Returns whether a character starts at `self._ids[start]`."""
+        return not self._decode(self._ids[start:]).startswith(UNKNOWN)
+
+    def _not_sent(self, text: str, new_ids: list[int]) -> str:
+        """Returns the part of `text` after the text that was returned before."""
+        size = len(os.path.commonprefix([self._sent, text]))
+        # If a byte is not part of a character, a tokenizer with byte tokens also decodes the bytes
+        # before it as UNKNOWN, although their text has been returned.
+        is_changed = size < len(self._sent.rstrip(UNKNOWN))
+        return self._decode(new_ids) if is_changed else text[size:]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skips)

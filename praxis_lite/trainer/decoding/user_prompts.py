@@ -1,6 +1,7 @@
 """Converts users' prompts, which are strings, conversations or token ids, to a batch."""
 
 import dataclasses
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +37,7 @@ from praxis_lite.trainer.checks.job_checks import check_parts
 
 __all__ = ("check_language_model", "prompt_ids")
 
-# A mapping is a conversation that may have tools and documents in addition to messages.
+# A mapping is a row with one of the PROMPT_KEYS, and may have tools and documents.
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | Conversation
 Prompts = str | Mapping[str, Any] | Conversation | Sequence[Prompt]
 
@@ -70,12 +71,12 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise ConfigError(f"{name} cannot be read: {error}.") from error
     with none_skipped():
         if has_extension(path, *_JSON_LINES):
-            numbered = enumerate(data.split(b"\n"), 1)
-            prompts = [
-                _parse_prompt(line, f"{name}, line {number}")
-                for number, line in numbered
-                if line.strip()
-            ]
+            prompts = list[Prompt]()
+            for number, line in enumerate(data.split(b"\n"), 1):
+                if line.strip():
+                    where = f"{name}, line {number}"
+                    row = parsed(line, where)
+                    prompts.append(_prompt_of_row(row, where, "Remove them from the file."))
         else:
             # Do not use `splitlines`, which also splits at U+2028 and similar characters.
             lines = re.split("\r\n|\r|\n", decode_utf8(data, name, is_file=True))
@@ -100,19 +101,28 @@ def _is_json_prompt(line: str) -> bool:
     return isinstance(value, dict) and not value.keys().isdisjoint(PROMPT_KEYS)
 
 
-def _parse_prompt(line: bytes, where: str) -> Prompt:
-    """Parses a JSON line with a prompt; error messages start with the line's location `where`."""
-    row = row_without_nulls(parsed(line, where), where)
+def _prompt_of_row(row: Mapping[str, Any], where: str, fix: str) -> str | Conversation:
+    """Returns the prompt in a row.
+
+    Args:
+      row: An object with one of the PROMPT_KEYS and, for messages, the CONTEXT_KEYS.
+      where: Location of the row for error messages.
+      fix: Advice for the error message about unknown keys.
+
+    Raises:
+      ConfigError: The row has another form.
+    """
+    given, row = row, row_without_nulls(row, where)
     key = next((name for name in PROMPT_KEYS if name in row), None)
-    fix = "Remove them from the file."
     if key == "prompt" and isinstance(row[key], str):
         require_known(row, (key,), where, fix)
-        return require_valid_unicode(row[key], where, "prompt")
+        return row[key]
     if key is not None and _is_conversation(row[key]):
         return conversation_of(row, where, key=key, fix=fix)
     raise ConfigError(
-        f'{where} is {shortened(line.decode())}; expected {{"prompt": TEXT}}, or {{"messages": '
-        f'[{{"role": "user", "content": TEXT}}, ...]}}, optionally with {", ".join(CONTEXT_KEYS)}.'
+        f"{where} is {shortened(json.dumps(given, default=repr))}; expected "
+        '{"prompt": TEXT}, or {"messages": [{"role": "user", "content": TEXT}, ...]}, optionally '
+        f"with {', '.join(CONTEXT_KEYS)}."
     )
 
 
@@ -131,9 +141,9 @@ def prompt_batch(task: Task, prompts: Prompts, caller: str = "generate") -> InMe
 
     Args:
       task: The task of a language model.
-      prompts: Strings, conversations or token ids. Strings are preceded by the start token that
-        training documents have. Conversations are lists of messages, or mappings {"messages",
-        "tools", ...}, and are formatted by the tokenizer's chat template. Token ids are used
+      prompts: Strings, conversations, token ids, or rows {"messages" or "prompt", "tools", ...}.
+        Strings are preceded by the start token that training documents have. Conversations are
+        lists of messages, and are formatted by the tokenizer's chat template. Token ids are used
         unchanged.
       caller: The function or flag to which the prompts were passed, for error messages.
 
@@ -223,18 +233,13 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, caller: str, size: int | None = N
         missing.
     """
     with none_skipped():
-        if isinstance(prompt, str):
-            return tokenizer.encode_prompt(require_valid_unicode(prompt, caller, "prompt"))
         if isinstance(prompt, Mapping):
-            prompt = conversation_of(prompt, caller, fix="Remove them.")
+            prompt = _prompt_of_row(prompt, caller, "Remove them.")
         elif _is_conversation(prompt):
             prompt = Conversation(conversation(prompt, caller))
+        if isinstance(prompt, str):
+            return tokenizer.encode_prompt(require_valid_unicode(prompt, caller, "prompt"))
         if isinstance(prompt, Conversation):
-            if not prompt.messages:
-                raise ConfigError(
-                    f"{prompt.where or caller}: the conversation has no messages; expected at "
-                    'least one {"role": "user", "content": TEXT}.'
-                )
             with errors_at(prompt.where or caller):
                 return tokenizer.apply_chat_template(
                     prompt.messages, add_generation_prompt=True, **prompt.variables
@@ -256,10 +261,10 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, caller: str, size: int | None = N
 
 def title(prompt: Prompt, tokenizer: Any) -> str:
     """Returns a prompt, or the last message in a conversation, as text for display."""
+    if isinstance(prompt, Mapping):
+        prompt = _prompt_of_row(prompt, "prompt", "")
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, Mapping):
-        prompt = conversation_of(prompt, "prompt")
     if isinstance(prompt, Conversation):
         prompt = prompt.messages
     if _is_conversation(prompt):

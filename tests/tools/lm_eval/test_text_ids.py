@@ -70,7 +70,7 @@ def test_a_template_that_refuses_what_is_no_system_message_is_an_error(caplog):
 
 def test_a_template_that_leaves_out_the_end_of_a_begun_answer_is_an_error():
     class Cutting(ByteTokenizer):
-        chat = ChatTemplate("{{ messages[-1].content[:3] }}")
+        chat = ChatTemplate("{% for m in messages %}{{ m.content[:3] }}{% endfor %}")
 
     with pytest.raises(ConfigError, match="omits the end of the last message"):
         chat_text(Cutting(), *CHATS["begun answer"])
