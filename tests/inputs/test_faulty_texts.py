@@ -156,6 +156,25 @@ def test_an_empty_document_is_none_and_is_counted(tmp_path, holds, empty, full):
     assert len(result.lengths) == 2 and sum(result.left_out.values()) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "harmless", "mask"),
+    [
+        ("labels", [5, 6, 7], [-100, 6, 7]),
+        ("attention_mask", [1, 1, 1], [1, 1, 0]),
+        ("loss_mask", [True, True, True], [False, True, True]),
+        ("completion_mask", [1, 1, 1], [0, 0, 1]),
+    ],
+)
+def test_masks_of_ids_that_would_be_ignored_are_errors(tmp_path, name, harmless, mask):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"ids": [5, 6, 7], name: harmless, "url": "x"}))
+    assert documents(path, "ids").lengths.tolist() == [3]
+    path.write_text(json.dumps({"ids": [5, 6, 7], name: mask}))
+    with pytest.raises(ConfigError, match=f"a.jsonl:1 has the key '{name}', which excludes"):
+        documents(path, "ids")
+    assert documents(path, "ids", ignored_keys=[name]).lengths.tolist() == [3]
+
+
 def pairs_of(path, line, **settings):
     path.write_text(json.dumps(line) + "\n")
     data = PreferenceData(

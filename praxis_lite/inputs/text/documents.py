@@ -43,7 +43,7 @@ class Documents:
       source: Source of the examples.
       format: Format of the examples:
         * "text": a string.
-        * "ids": token ids.
+        * "ids": token ids, which are all trained on.
         * "messages": a conversation; only the assistant's messages are trained on.
         * "completion": `prompt` and `completion`; only the completion is trained on.
         * "sharegpt": a conversation in ShareGPT's format, with the key `conversations`.
@@ -55,7 +55,7 @@ class Documents:
       transform: Importable function that maps an example to an example, applied first.
       keep: Importable predicate on examples. Examples for which it returns False are dropped.
       ignored_keys: Keys of conversations or preference pairs to ignore, such as "id"; any other
-        unknown key is an error.
+        unknown key is an error. In rows of ids, only masks that exclude tokens are errors.
       heldout_percent: Percentage of documents in the "heldout" split, selected by a hash of their
         content.
       cache_tokens: Whether to cache tokens on disk. If False, only lengths are cached, and

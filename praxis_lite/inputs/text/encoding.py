@@ -22,6 +22,9 @@ from praxis_lite.inputs.text.pairs import Pair, pair_of, prompted, without_promp
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, is_empty
 
+# Keys of tokenized rows that mark padding, or tokens that are not trained on.
+_MASKS = ("labels", "attention_mask", "loss_mask", "assistant_masks", "completion_mask")
+
 # The default key of each example format, or None for formats with several fixed keys.
 KEYS = {
     "text": "text",
@@ -52,11 +55,11 @@ def encoded(
       example: The example.
       tokenizer: Tokenizer, with a chat template if the example is a conversation.
       where: Location of the example for error messages, as "file:line".
-      ignored_keys: Keys to ignore in conversations and preference pairs.
+      ignored_keys: Keys to ignore in conversations, preference pairs and rows of ids.
 
     Raises:
       BadExample: The key is missing, or its value or a token id is invalid, or a conversation
-        contains an unknown key.
+        contains an unknown key, or a row of ids also has a mask of padding or targets.
     """
     if format == "preference":
         return pair_of(example, tokenizer, where, ignored_keys)
@@ -71,7 +74,10 @@ def encoded(
         return _of_completion(example, key, tokenizer, where, ignored_keys)
     value = _value(example, key, where)
     if format == "ids":
-        return _of_ids(value, key, tokenizer.vocab_size, where)
+        tokens = _of_ids(value, key, tokenizer.vocab_size, where)
+        if tokens is not None:
+            _check_masks(example, tokens.ids, where, ignored_keys)
+        return tokens
     ids = tokenizer.encode(_text(value, key, where), False)
     if not len(ids):
         return None
@@ -156,3 +162,20 @@ def _of_ids(value: Any, key: str, vocab_size: int | None, where: str) -> Tokens 
             "Tokenize it with the model's tokenizer.",
         )
     return Tokens(ids.astype(np.int32), np.ones(len(ids), bool))
+
+
+def _check_masks(
+    row: Mapping[str, Any], ids: np.ndarray, where: str, ignored_keys: Iterable[str]
+) -> None:
+    """Checks that a row does not exclude some of its ids, all of which are trained on."""
+    for name in _MASKS:
+        mask = row.get(name)
+        included = ids if name == "labels" else np.ones(len(ids), bool)
+        if mask is not None and name not in ignored_keys and not np.array_equal(mask, included):
+            raise BadExample(
+                "unknown_key",
+                where,
+                f"has the key {name!r}, which excludes some of its ids, but all ids are trained on",
+                "Use the format 'completion' or 'messages', or remove the excluded tokens. To "
+                f"train on all ids, pass ignored_keys=[{name!r}] to Documents.",
+            )
