@@ -133,6 +133,12 @@ class LanguageModelTask(Task):
             # Raises ConfigError if the cache has more positions than the model supports.
             jax.eval_shape(lambda: model.init_cache(1, length))
         if required == self.required_decode_inputs:
+            if not hasattr(model, "init_cache"):
+                raise ConfigError(
+                    f"{type(model).__name__} has no init_cache, but a LanguageModelTask decodes "
+                    "with a cache. Add this method (docs/how_to_add.md), or use a LossTask with "
+                    "`predict`, a function that continues the prompts."
+                )
             self.decoder.check_model(model)
 
     def _token_unit(self, model: nnx.Module) -> str:
@@ -274,8 +280,25 @@ def _outputs_of(
             )
         return model.compute_loss(ids, labels, weights, key=key, **optional)
     require_unpacked(inputs, f"{type(model).__name__} has no compute_loss")
-    outputs = outputs_of_logits(model(ids, key=key)[0], labels, weights)
+    outputs = outputs_of_logits(_logits_of(model, ids, key), labels, weights)
     return {**outputs, "total_loss": outputs["avg_xent"]}
+
+
+def _logits_of(model: Any, ids: jax.Array, key: jax.Array | None) -> jax.Array:
+    """Returns the logits [B, T, V] of a model without a `compute_loss`."""
+    name = type(model).__name__
+    expected = (
+        f"LanguageModelTask calls {name}(ids, key=key), and expects (logits [B, T, V], cache). "
+        f"Change {name}, or use a LossTask, whose loss function calls the model."
+    )
+    try:
+        inspect.signature(model).bind(ids, key=key)
+    except TypeError as error:
+        raise ConfigError(f"{name}.__call__: {error}. {expected}") from None
+    outputs = model(ids, key=key)
+    if not isinstance(outputs, tuple):
+        raise ConfigError(f"{name}.__call__ does not return a tuple. {expected}")
+    return outputs[0]
 
 
 def require_unpacked(inputs: Mapping[str, Any], reason: str) -> None:

@@ -257,7 +257,7 @@ class StorePath:
                 return
 
     def unlink(self, missing_ok: bool = True) -> None:
-        """Deletes the object. Stores do not report whether it existed, whatever `missing_ok` is."""
+        """Deletes the object. `missing_ok` is ignored: stores do not report whether it existed."""
         with contextlib.suppress(FileNotFoundError):
             self._retried("delete", lambda store: store.delete(self.key))
 

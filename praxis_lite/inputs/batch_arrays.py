@@ -1,11 +1,13 @@
 """Converts user arrays to batch leaves: at most 32 bits per number, plus a `weights` leaf."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
+
+NOT_NUMBERS = "OSUMm"  # NumPy's kinds of dtypes for objects, strings and times.
 
 
 def with_weights(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -46,7 +48,7 @@ def narrow(owner: str, name: str, leaf: np.ndarray) -> np.ndarray:
 
 def require_numbers(owner: str, name: str, leaf: np.ndarray) -> None:
     """Raises ConfigError if the leaf `name` of the pipeline `owner` is not numeric."""
-    if leaf.dtype.kind in "OSUMm":
+    if leaf.dtype.kind in NOT_NUMBERS:
         raise ConfigError(
             f"{owner}: the array {name!r} has the dtype {leaf.dtype}; expected numbers. Encode it "
             "as integers or floats, or remove it."
@@ -90,40 +92,42 @@ def padded_rows(
 
 
 def stack_examples(
-    owner: str, where: str, elements: Sequence[Any], num_rows: int
+    owner: str, where: Callable[[int], str], elements: Sequence[Any], num_rows: int
 ) -> dict[str, np.ndarray]:
     """Stacks examples into a batch and pads it to `num_rows` rows; see `padded_rows`.
 
     Args:
         owner: Name of the pipeline, for the error message.
-        where: Origin of the examples, for the error message.
+        where: Returns the origin of the element at an index, for the error message.
         elements: One or more dicts of arrays or numbers, all with the same names and shapes.
         num_rows: Number of rows to return.
 
     Raises:
-        ConfigError: The examples differ in their names or shapes.
+        ConfigError: An element is not a dict of numbers, or two differ in their names or shapes.
     """
-    for element in elements:
-        is_dict = isinstance(element, Mapping)
-        if not is_dict or element.keys() != elements[0].keys():
-            kind = (
-                f"a dict of {sorted(map(str, element))}"
-                if is_dict
-                else f"a {type(element).__name__}"
-            )
+    for n, element in enumerate(elements):
+        if not isinstance(element, Mapping):
             raise ConfigError(
-                f"{owner}: an element of {where} is {kind}; expected dicts of arrays or numbers "
-                "that all have the same keys, such as {'ids': ..., 'labels': ...}. Add a map that "
-                "returns such dicts."
+                f"{owner}: {where(n)} is a {type(element).__name__}; expected a dict of arrays or "
+                "numbers, such as {'ids': ..., 'labels': ...}. Add a map that returns such dicts."
+            )
+        if element.keys() != elements[0].keys():
+            raise ConfigError(
+                f"{owner}: {where(n)} has the keys {sorted(map(str, element))}, but {where(0)} has "
+                f"{sorted(map(str, elements[0]))}; expected the same keys in every example. Fix "
+                "the data, or add a map that returns the same keys."
             )
     leaves = {}
     for name in elements[0]:
         arrays = [np.asarray(element[name]) for element in elements]
-        if len({array.shape for array in arrays}) > 1:
-            raise ConfigError(
-                f"{owner}: {name!r} in {where} has the shapes "
-                f"{sorted({array.shape for array in arrays})}; expected the same shape in every "
-                "example. Pad or crop it with a map."
-            )
+        for n, array in enumerate(arrays):
+            if array.shape != arrays[0].shape:
+                raise ConfigError(
+                    f"{owner}: {name!r} has the shape {array.shape} in {where(n)}, but "
+                    f"{arrays[0].shape} in {where(0)}; expected the same shape in every example. "
+                    "Fix the data, or pad or crop it with a map."
+                )
+            if array.dtype.kind in NOT_NUMBERS:
+                require_numbers(f"{owner}: {where(n)}", name, array)
         leaves[name] = np.stack(arrays)
-    return padded_rows(owner, where, leaves, num_rows)
+    return padded_rows(owner, where(0), leaves, num_rows)

@@ -219,6 +219,6 @@ def _step_text(explained: ExplainedStep) -> str:
             f"{format_bytes(memory.outputs)}, temporary {format_bytes(memory.temp)}",
             f"donated per device: {format_bytes(donated_bytes)} in {num_donated} buffers",
             f"matmul flops per device: {explained.flops:,}",
-            *(f"{name}: {value}" for name, value in explained.figures),
+            *(f"{name:<10}{value}" for name, value in explained.figures),
         ]
     )

@@ -180,6 +180,7 @@ PartialLearner = named(
 ConfigModel = named("ConfigModel", with_task(model=fdl.Config(Mlp, width=7)))
 NoWidth = named("NoWidth", with_task(model=fdl.Partial(Mlp)))
 Misspelled = named("Misspelled", with_task(model=fdl.Partial(Mlp, widht=7)))
+Twice = named("Twice", with_task(model=fdl.Partial(Mlp, 7, width=5)))
 Shape = named("Shape", with_task(model=fdl.Partial(WrongShape, width=7)))
 LayerTuple = named("LayerTuple", with_task(model=fdl.Partial(ReturnsTuple, width=7)))
 

@@ -59,6 +59,7 @@ REFUSED = {
     "ConfigModel": r"task.model: Mlp cannot be built: .*'rngs'.* use fdl.Partial\(Mlp, ...\)",
     "NoWidth": r"Mlp requires width. Set it in the config, such as fdl.Partial\(Mlp, width=...\)",
     "Misspelled": "Mlp has no setting 'widht'; it has width. Did you mean width",
+    "Twice": r"Mlp: .* passes width by position and by name.* fdl.Partial\(Mlp, width=...\)",
     "BuiltModel": r"model is an instance of Identity; expected a function .* fdl.Partial\(Ident",
     "AbstractTask": "task: NoComputeLoss cannot be built: .*abstract.*compute_loss",
     "AbstractPipeline": "datasets.train: L.*batches.*element_spec.*fingerprint.*num_batches",

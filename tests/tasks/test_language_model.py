@@ -275,6 +275,23 @@ def test_packed_rows_are_refused_where_a_model_would_not_hear_of_segments():
         metrics_of({**BATCH, "segment_ids": BATCH["ids"]})
 
 
+@pytest.mark.parametrize("model", [lambda ids: (LOGITS, None), lambda ids, key: LOGITS])
+def test_a_model_that_is_called_or_answers_differently_is_refused(model):
+    with pytest.raises(
+        ConfigError, match=r"LanguageModelTask calls .*\(logits \[B, T, V\], cache\)"
+    ):
+        task().compute_loss(model, BATCH, None)
+
+
+def test_a_model_without_a_cache_is_not_decoded():
+    without_cache = LanguageModelTask(
+        functools.partial(layers.Linear, 8, 4), Learner(optax.sgd, 0.1)
+    )
+    prompts = {**BATCH, "prefix_lengths": np.ones(3, np.int32)}
+    with pytest.raises(ConfigError, match="Linear has no init_cache"):
+        without_cache.check_inputs(prompts, LanguageModelTask.required_decode_inputs, "prompts")
+
+
 @pytest.mark.parametrize("of_task", [LanguageModelTask, SequenceToSequenceTask])
 def test_rules_split_the_weights_that_layers_leave_whole(of_task):
     rules = WeightSharding(strategy=[("w", 'shard_dim("data", -1)')])

@@ -14,6 +14,7 @@ from praxis_lite.decode import BeamSearch
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import copy_of_trained, launch, start_process, succeed
+from tests.support.line_jobs import LINE
 
 ONE_DEVICE = "mesh.ici_mesh_shape=1,1,1"
 SAMPLE = (
@@ -196,6 +197,12 @@ def test_nothing_to_decode_or_evaluate_is_said(mode, words, tmp_path):
     done = launch(f"--mode={mode}", f"--job_log_dir={job.path}")
     assert (done.code, done.num_compiled) == (2, 0)
     assert words in " ".join(done.err.split())
+
+
+def test_a_task_that_does_not_continue_text_is_not_asked_for_prompts(tmp_path):
+    succeed(LINE, f"--job_log_dir={tmp_path}", "--set", "run.num_train_steps=1")
+    done = launch("--mode=decode", f"--job_log_dir={tmp_path}")
+    assert done.code == 2 and "decode_datasets()" in done.err and "--prompt" not in done.err
 
 
 def test_a_file_of_decoded_prompts_is_whole_or_absent(decoded, monkeypatch):

@@ -207,8 +207,8 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
     """Returns whether `build` takes an `rngs` argument.
 
     Raises:
-      ConfigError: A keyword of a partial is not a parameter of the function, or a required argument
-        is missing.
+      ConfigError: A keyword of a partial is not a parameter of the function, a parameter is set by
+        position and by name, or a required argument is missing.
     """
     function: Callable[..., object] = build
     settings, num_positional = set[str](), 0
@@ -236,6 +236,11 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
         raise ConfigError(
             f"{name} has no setting '{unknown[0]}'; it has {', '.join(names) or 'no settings'}."
             f"{did_you_mean(unknown[0], names)}"
+        )
+    if twice := [name for name in names[:num_positional] if name in settings]:
+        raise ConfigError(
+            f"{name}: the config passes {twice[0]} by position and by name. Pass it by name only, "
+            f"such as fdl.Partial({name}, {twice[0]}=...)."
         )
     if missing:
         function_model = ""

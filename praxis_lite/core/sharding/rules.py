@@ -171,10 +171,10 @@ class LogicalPartitioning:
         )
         if split.unmapped and job_mesh.unmapped_is_error:
             name, known = split.unmapped[0], dict(rules)
+            known_text = f"rules for {', '.join(known)}" if known else "no rules"
             raise ConfigError(
                 f"{leaf.path}: the name '{name}' in the logical axes {names} has no rule and is "
-                f"not a mesh axis ({', '.join(job_mesh.axis_sizes)}). There are rules for "
-                f"{', '.join(known) or 'no names'}."
+                f"not a mesh axis ({', '.join(job_mesh.axis_sizes)}). There are {known_text}."
                 f"{did_you_mean(name, (*known, *job_mesh.axis_sizes))} Add ('{name}', AXES) to "
                 f"WeightSharding.logical_axis_rules, or ('{name}', None) to replicate the dim."
             )

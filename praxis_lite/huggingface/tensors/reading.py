@@ -173,7 +173,7 @@ def read_weights(
     arrays: dict[str, jax.Array] = {}
     done = 0
     for leaf in leaves:
-        weight = _read_sharded(leaf, mesh, parts_by_weight[leaf.path], files, note)
+        weight = _read_sharded(leaf, mesh, parts_by_weight[leaf.path], files)
         arrays |= convert(leaf.path, weight)
         done += math.prod(leaf.shape) * leaf.dtype.itemsize
         if time.monotonic() - last_note > SECONDS_BETWEEN_NOTES:
@@ -186,11 +186,7 @@ def read_weights(
 
 
 def _read_sharded(
-    leaf: LeafLayout,
-    mesh: Mesh,
-    parts: Sequence[Part],
-    files: TensorFiles,
-    note: Callable[[str], None],
+    leaf: LeafLayout, mesh: Mesh, parts: Sequence[Part], files: TensorFiles
 ) -> jax.Array:
     """Reads a weight, and transfers each shard to its devices before reading the next one.
 

@@ -48,7 +48,9 @@ class DatasetPipeline(InputPipeline):
 
     def stacked(self, examples: list[Any], num_rows: int) -> dict[str, np.ndarray]:
         """Stacks examples into a batch with `num_rows` rows."""
-        return stack_examples(type(self).__name__, self.name, examples, num_rows)
+        return stack_examples(
+            type(self).__name__, lambda n: f"an element of {self.name}", examples, num_rows
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         return self.settings_fingerprint("batch_size", "num_batches") | {

@@ -208,7 +208,7 @@ class FromSource(ExamplePipeline):
 
     @functools.cached_property
     def _first_row(self) -> dict[str, np.ndarray]:
-        return stack_examples("FromSource", self.source.where(0), [self._example(0)], 1)
+        return stack_examples("FromSource", self.where, [self._example(0)], 1)
 
     def classes(self) -> dict[str, tuple[str, ...]]:
         classes = self.source.classes_of_labels()
@@ -223,10 +223,11 @@ class FromSource(ExamplePipeline):
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         num_rows = rows.stop - rows.start
         self._prefetch(index, rows)
-        examples = [self._example(i) for i in self.example_indices(index, rows).tolist()]
-        if not examples:
+        indices = self.example_indices(index, rows).tolist()
+        if not indices:
             return zero_rows(self._first_row, num_rows)
-        return stack_examples("FromSource", type(self.source).__name__, examples, num_rows)
+        examples = [self._example(i) for i in indices]
+        return stack_examples("FromSource", lambda n: self.where(indices[n]), examples, num_rows)
 
     def fingerprint(self) -> dict[str, Any]:
         indices, num_left_out_by_reason = self._selection

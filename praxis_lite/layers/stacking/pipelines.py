@@ -332,21 +332,6 @@ def to_repeated(params: PyTree, *, num_stacked: int = 3) -> PyTree:
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[num_stacked:]), params)
 
 
-def from_repeated(params: PyTree, *, num_stages: int, circular_repeat: int = 1) -> PyTree:
-    """Reshapes variables from a Repeat's layout [L, ...] to a Pipeline's layout.
-
-    Raises:
-      ConfigError: The number of layers is not divisible by circular_repeat.
-    """
-    num_layers = jax.tree.leaves(params)[0].shape[0]
-    if num_layers % circular_repeat:
-        raise ConfigError(
-            f"from_repeated: the number of layers {num_layers} is not divisible by circular_repeat "
-            f"{circular_repeat}. Change num_layers or circular_repeat."
-        )
-    return to_stack_shape(params, stack_shape(num_layers, num_stages, circular_repeat))
-
-
 def stack_shape(num_layers: int, num_stages: int, circular_repeat: int) -> tuple[int, ...]:
     """Returns a Pipeline's stacked dims: [R, S, P], or [R, L / R] if stages differ in size."""
     if num_layers % (circular_repeat * num_stages):

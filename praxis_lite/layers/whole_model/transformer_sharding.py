@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
+from fiddle import daglish
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.core.sharding.split_dims import DimSplit
@@ -39,7 +40,7 @@ def set_sharding_params(
     layers from default templates. Other settings are not changed. If the preset has no entry
     "expert", experts are not changed; if the entry is None, experts are replicated. Logs a warning,
     once per class, if a layer has weights but neither its class nor the config defines their
-    sharding.
+    sharding, and if the model contains no layer of this library.
 
     Shard batches over `preset["batch"]`, for example with the inputs_split_mapping {"map_2d":
     (preset["batch"], None)} for ids. With an inputs_split_mapping of None, batches are sharded over
@@ -66,7 +67,19 @@ def set_sharding_params(
             name,
             fields,
         )
+    if not any(_is_layer(config) for config, _ in daglish.iterate(model)):
+        logging.getLogger(__name__).warning(
+            "A sharding preset does not shard the weights of %s, because the config of this model "
+            "contains no layer of praxis_lite.layers. Set task.weight_sharding instead: see "
+            "docs/sharding.md.",
+            _class_name(fdl.get_callable(model)),
+        )
     return model
+
+
+def _is_layer(config: Any) -> bool:
+    layer = fdl.get_callable(config) if isinstance(config, fdl.Buildable) else config
+    return inspect.isclass(layer) and issubclass(layer, BaseLayer)
 
 
 def _resolve(preset: str | Preset) -> Preset:
@@ -195,7 +208,7 @@ def _with_splits(template: Any, *args: Any) -> Any:
 
 def _declared(layer: Any) -> Mapping[str, Any] | None:
     """Returns a class's dim names, keyed by setting or template; None if the class has none."""
-    if not (inspect.isclass(layer) and issubclass(layer, BaseLayer)):
+    if not _is_layer(layer):
         return None
     named = {name: dims for name, dims in layer.splits.items() if any(dims)}
     declared = {**named, **layer.preset_settings, **layer.template_splits}

@@ -22,7 +22,13 @@ from praxis_lite.job.job_dir import COMMAND_LINE
 from praxis_lite.trainer.checks.datasets import check_reads
 from praxis_lite.trainer.compilation import compile_together
 from praxis_lite.trainer.decoding.prompt_decoder import Batchings, PromptDecoder
-from praxis_lite.trainer.decoding.user_prompts import Message, Prompt, prompt_batch, title
+from praxis_lite.trainer.decoding.user_prompts import (
+    Message,
+    Prompt,
+    continues_prompts,
+    prompt_batch,
+    title,
+)
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.records import add_records, write_records
 from praxis_lite.trainer.restored_weights import restored_weights
@@ -49,10 +55,13 @@ def decode(
         ids outside the vocabulary.
     """
     if not job.decode_datasets:
-        raise ConfigError(
-            "The job has no decode datasets. Pass --prompt TEXT, or give the experiment a "
-            'decode_datasets() method that returns {"prompts": fdl.Config(TextPrompts, ...)}.'
-        )
+        advice = "Give the experiment a decode_datasets() method that returns pipelines by name."
+        if continues_prompts(job.partitioner.task):
+            advice = (
+                "Pass --prompt TEXT, or give the experiment a decode_datasets() method that "
+                'returns {"prompts": fdl.Config(TextPrompts, ...)}.'
+            )
+        raise ConfigError(f"The job has no decode datasets. {advice}")
     compile_together(
         (job.partitioner.decode_step, pipeline, f"decode_datasets.{name}")
         for name, pipeline in job.decode_datasets.items()

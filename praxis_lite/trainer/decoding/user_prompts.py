@@ -152,7 +152,7 @@ def prompt_batch(task: Task, prompts: Prompts, caller: str = "generate") -> InMe
         missing.
     """
     tokenizer = task.tokenizer
-    if set(task.required_decode_inputs) != _PROMPT_INPUTS or tokenizer is None:
+    if not continues_prompts(task):
         raise ConfigError(
             f"{caller} requires a language model task, but {type(task).__name__} does not continue "
             "prompts. Use `praxis decode` without prompts, or decode(NAME), to decode the job's "
@@ -183,6 +183,11 @@ def prompt_batch(task: Task, prompts: Prompts, caller: str = "generate") -> InMe
     return InMemory(arrays, batch_size=len(rows), shuffle=False)
 
 
+def continues_prompts(task: Task) -> bool:
+    """Returns whether a task decodes prompts of text, as a language model does."""
+    return set(task.required_decode_inputs) == _PROMPT_INPUTS and task.tokenizer is not None
+
+
 def check_language_model(task: Task, user: str) -> None:
     """Checks that a task continues text with a causal model, in a single process.
 
@@ -195,7 +200,7 @@ def check_language_model(task: Task, user: str) -> None:
         the model's vocabulary, or there are several processes.
     """
     tokenizer = task.tokenizer
-    if set(task.required_decode_inputs) != _PROMPT_INPUTS or tokenizer is None:
+    if not continues_prompts(task):
         raise ConfigError(
             f"{user} requires a task that generates text, but {type(task).__name__} does not. Use "
             "a job with a LanguageModelTask."

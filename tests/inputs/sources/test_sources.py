@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import struct
 from collections import Counter
 
@@ -334,6 +335,22 @@ def test_batches_of_a_source_are_filtered_once_and_the_same_for_any_hosts(tmp_pa
         ]
         assert batches_sha256(result) == batches_sha256(actual[start : start + 3])
     assert batches().fingerprint() != batches(seed=1).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("odd", "found"),
+    [
+        ({"x": [5, 6]}, r"FILE:3 has the keys \['x'\], but FILE:1 has \['x', 'y'\]"),
+        ({"x": [5], "y": 7}, r"'x' has the shape \(1,\) in FILE:3, but \(2,\) in FILE:1"),
+        ({"x": [5, 6], "y": "7"}, "FILE:3: the array 'y' has the dtype <U1"),
+    ],
+)
+def test_an_example_that_does_not_fit_into_a_batch_is_named(odd, found, tmp_path):
+    file = tmp_path / "a.jsonl"
+    rows = [{"x": [1, 2], "y": 3}, {"x": [3, 4], "y": 5}, odd]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(ConfigError, match=found.replace("FILE", re.escape(str(file)))):
+        next(FromSource(JsonLines(str(file)), 3, shuffle=False).batches())
 
 
 def test_an_example_without_the_name_a_transform_wants_is_named_or_skipped(tmp_path):

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from praxis_lite.core import MeshConfig, NnxModel, constrain, make_mesh
 from praxis_lite.layers import BaseLayer, Pipeline, Repeat
 from praxis_lite.layers.base.base_layer import zeros
-from praxis_lite.layers.stacking.pipelines import from_repeated, to_repeated
+from praxis_lite.layers.stacking.pipelines import stack_shape, to_repeated, to_stack_shape
 
 # R repeats, S stages, P layers of one stage in one repeat, M microbatches.
 
@@ -124,6 +124,12 @@ def program(model, key=None, mesh=None):
             return run(params, given)
 
     return run_on_mesh
+
+
+def from_repeated(params, *, num_stages, circular_repeat=1):
+    """Returns the variables of a Repeat [L, ...] in the layout of a Pipeline."""
+    num_layers = jax.tree.leaves(params)[0].shape[0]
+    return to_stack_shape(params, stack_shape(num_layers, num_stages, circular_repeat))
 
 
 def from_case(params, case):

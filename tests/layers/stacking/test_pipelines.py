@@ -28,7 +28,7 @@ from praxis_lite.layers import (
     intermediates,
 )
 from praxis_lite.layers.base.base_layer import zeros
-from praxis_lite.layers.stacking.pipelines import from_repeated, to_repeated
+from praxis_lite.layers.stacking.pipelines import to_repeated
 from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 from praxis_tools.explain import hlo, hlo_runs, hlo_text
 from tests.layers.stacking.pipeline_cases import (
@@ -40,6 +40,7 @@ from tests.layers.stacking.pipeline_cases import (
     data,
     drawn,
     from_case,
+    from_repeated,
     on_mesh,
     pipeline_model,
     pipelined,
@@ -313,11 +314,6 @@ def test_settings_that_do_not_fit_are_errors(message):
     given = dict(num_stages=3, num_microbatches=4) | WRONG[message]
     with pytest.raises(ConfigError, match=message):
         Pipeline(functools.partial(Block, 3, 5), 6, **given, rngs=nnx.Rngs(0))
-
-
-def test_layers_that_do_not_divide_over_the_repeats_cannot_be_brought_to_stages():
-    with pytest.raises(ConfigError, match=r"from_repeated.* 6 .*circular_repeat 4"):
-        from_repeated({"w": jnp.zeros((6, 2))}, num_stages=2, circular_repeat=4)
 
 
 WRONG_CALLS = {

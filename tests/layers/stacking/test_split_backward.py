@@ -11,7 +11,7 @@ from flax import nnx
 from praxis_lite import ConfigError
 from praxis_lite.core import NnxModel
 from praxis_lite.layers import AuxLoss, BaseLayer, Pipeline, Repeat, intermediates
-from praxis_lite.layers.stacking.pipelines import from_repeated, to_repeated
+from praxis_lite.layers.stacking.pipelines import to_repeated
 from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 from praxis_lite.layers.stacking.pipelining.split_backward import split_function, used_arguments
 from praxis_tools.explain import hlo, hlo_runs, hlo_text
@@ -20,6 +20,7 @@ from tests.layers.stacking.pipeline_cases import (
     Block,
     assert_trees_close,
     drawn,
+    from_repeated,
     on_mesh,
     pipelined,
     program,

@@ -281,6 +281,12 @@ def test_what_no_table_knows_is_said_once(name, caplog):
         assert "weight_split_dims_mapping" in message
 
 
+def test_a_model_without_layers_of_this_library_is_reported(caplog):
+    set_sharding_params(fdl.Partial(nnx.Linear, 3, 5), "fsdp")
+    (message,) = caplog.messages
+    assert "weights of Linear" in message and "task.weight_sharding" in message
+
+
 @pytest.mark.parametrize("model", [preset_runs.UNEVEN, moe_lm, both_ends, image_classifier])
 def test_of_this_librarys_models_there_is_nothing_to_say(model, caplog):
     for word in SHARDING_PRESETS.keys() - {"fsdp+tensor"}:

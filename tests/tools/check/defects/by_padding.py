@@ -70,13 +70,6 @@ def _all_rows(batch, axis_names):
     return batch.inputs
 
 
-def _rows_of_first_device(inputs, batch, *_):
-    missing = -batch.num_rows % num_devices()
-    if not missing:
-        return inputs
-    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=0) if x.ndim else x, inputs)
-
-
 def _first_rows_again(inputs, batch, *_):
     if num_devices() == 1:
         return inputs
