@@ -165,18 +165,18 @@ def test_decode_and_generate_give_the_records_of_mode_decode(job, model, model_o
     assert files_of(job) == before
 
 
-def test_settings_of_the_decoder_are_those_of_the_command_line(job, model):
-    texts = [record["prompt"] for record in decoded(job)]
+def test_settings_of_the_decoder_are_those_of_the_command_line(job, model, tmp_path):
+    texts, own = [record["prompt"] for record in decoded(job)], copy_of_trained(tmp_path / "job")
     succeed(
         "--mode=decode",
-        f"--job_log_dir={job.path}",
+        f"--job_log_dir={own.path}",
         "--set",
         ONE_DEVICE,
         "run.seed=7",
         "task.decoder.temperature=1.5",
         "task.decoder.num_samples=2",
     )
-    expected = decoded(job)
+    expected = decoded(own)
     actual = model.generate(texts, temperature=1.5, num_samples=2, seed=7)
     assert without_scores(actual) == without_scores(expected) and len(actual) == 6
     with pytest.raises(ConfigError, match=r"weights_dtype is 'int4'; expected one of activ"):
