@@ -218,7 +218,8 @@ class LanguageModelTask(Task):
             for hyp in range(num_hyps):
                 new_ids = outputs["output_ids"][row, hyp, : outputs["decode_lengths"][row, hyp]]
                 text = continuation_text(self.tokenizer, prompt, new_ids, self.decoder.stop_strings)
-                # The decoder may have read tokens after a stop string in a different tokenization.
+                # Cut the tokens after a stop string that the decoder did not recognize, because it
+                # is tokenized differently there.
                 new_ids = new_ids[: text.num_tokens]
                 is_ended = text.is_stopped or bool(
                     len(new_ids) and new_ids[-1] in self.decoder.eos_ids
@@ -297,7 +298,8 @@ def _logits_of(model: Any, ids: jax.Array, key: jax.Array | None) -> jax.Array:
         raise ConfigError(f"{name}.__call__: {error}. {expected}") from None
     outputs = model(ids, key=key)
     if not isinstance(outputs, tuple):
-        raise ConfigError(f"{name}.__call__ does not return a tuple. {expected}")
+        found = type(outputs).__name__
+        raise ConfigError(f"{name}.__call__ returns a value of type {found}. {expected}")
     return outputs[0]
 
 

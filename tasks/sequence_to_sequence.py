@@ -206,8 +206,7 @@ class SequenceToSequenceTask(Task):
                     output = continuation_text(
                         self.tokenizer, prompt, new_ids, self.decoder.stop_strings
                     )
-                    # The decoder may have read tokens after a stop string in a different
-                    # tokenization.
+                    # Cut the tokens after a stop string that the decoder did not recognize.
                     new_ids = new_ids[: output.num_tokens]
                     texts = {"source": self.tokenizer.decode(source), "output": output.text}
                 record = {"source_ids": source.tolist(), "output_ids": new_ids.tolist(), **texts}

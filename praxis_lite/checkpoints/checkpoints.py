@@ -323,5 +323,5 @@ class Checkpoints:
             return read_arrays(stored_arrays(step_dir, manifest), leaves, mesh)
 
     def _choose(self, step: Step) -> int:
-        """Verifies a step, and returns its number."""
+        """Returns the number of the step to restore, after verifying it."""
         return from_first(self._name, lambda: self._steps.choose(step, self._best))

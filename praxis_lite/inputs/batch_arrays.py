@@ -130,4 +130,4 @@ def stack_examples(
             if array.dtype.kind in NOT_NUMBERS:
                 require_numbers(f"{owner}: {where(n)}", name, array)
         leaves[name] = np.stack(arrays)
-    return padded_rows(owner, where(0), leaves, num_rows)
+    return padded_rows(owner, owner, leaves, num_rows)

@@ -40,6 +40,7 @@ SMALL = {
 }
 QUICK, SLOW = {"mnist1d.Logistic"}, {"names.Mlp"}
 SPLITS = ("train", "heldout")
+NUM_SEEDS = {"addition": 3}  # Its losses have spikes, so seeds differ by a factor of three.
 ROWS = {row.name: row for row in published.ROWS}
 
 
@@ -60,8 +61,13 @@ def test_its_first_losses_are_equal_on_uneven_meshes(name):
 def test_it_reaches_the_published_figure(name, tmp_path):
     row = ROWS[name]
     require_data(row.experiment)
-    figure, _ = published.measure_row(row, tmp_path, {})
-    assert row.accepted[0] <= figure <= row.accepted[1]
+    figures = [
+        published.measure_row(
+            row, tmp_path / str(seed), {"run.seed": seed, "datasets.train.seed": seed}
+        )[0]
+        for seed in range(NUM_SEEDS.get(name, 1))
+    ]
+    assert row.accepted[0] <= np.mean(figures) <= row.accepted[1]
 
 
 def short_run(name, num_steps, job_dir, **settings):

@@ -190,14 +190,19 @@ def test_a_command_trains_one_with_a_template_that_marks_answers(trained):
     assert set(tokenizer.eos_ids) == {tokenizer.eos_id, int(tokenizer.encode("<|end_of_turn|>")[0])}
 
 
-def test_a_byte_order_mark_is_not_part_of_the_template_of_a_new_tokenizer(trained, tmp_path):
+def test_a_byte_order_mark_is_not_part_of_a_template(trained, tmp_path):
     (tmp_path / "a.jinja").write_text("{{ messages[0].content }}", "utf-8-sig")
     options = ["--vocab-size=300", "--chat-template", tmp_path / "a.jinja"]
     files = trained.parent / "*.txt"
     assert praxis("tokenizers", "train", files, tmp_path / "new", *options) == 0
     message = [{"role": "user", "content": "fox?"}]
-    text = load_tokenizer(tmp_path / "new").apply_chat_template(message, tokenize=False)
-    assert text == "fox?"
+
+    def rendered():
+        return load_tokenizer(tmp_path / "new").apply_chat_template(message, tokenize=False)
+
+    assert rendered() == "fox?"
+    (tmp_path / "new" / "chat_template.jinja").write_bytes((tmp_path / "a.jinja").read_bytes())
+    assert rendered() == "fox?"
 
 
 def test_the_command_says_what_it_cannot_do(trained, tmp_path, capsys):

@@ -74,7 +74,7 @@ class _Steps(abc.ABC):
         return self.verified_manifest(name)[1]
 
     def verified_manifest(self, name: str) -> tuple[Mapping[str, Any], list[str]]:
-        """Returns a step's manifest, and the result of `verify`."""
+        """Returns a step's manifest, and the errors that `verify` returns."""
         manifest: Mapping[str, Any] = {}
         try:
             manifest, errors = committed_manifest(self.directory / name)

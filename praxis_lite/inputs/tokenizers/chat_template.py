@@ -294,7 +294,7 @@ class ChatTemplate:
         names = (node.attr if isinstance(node, nodes.Getattr) else node.value for node in found)
         return frozenset(name for name in names if isinstance(name, str))
 
-    def _reads(self, role: str) -> "_Reads":
+    def _reads(self, role: str) -> _Reads:
         """Returns which kinds of content the template accepts from a role."""
         if role not in self._read_by_role:
 

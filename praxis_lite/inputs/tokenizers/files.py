@@ -82,7 +82,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")  # A BOM would be at the start of every prompt.
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
 

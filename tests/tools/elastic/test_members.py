@@ -123,7 +123,7 @@ def test_records_are_appended_and_sorted(folder):
 
 
 def test_a_store_that_cannot_be_reached_is_not_a_missing_member(folder, monkeypatch):
-    # Members would start a generation without those that they believe to be missing.
+    # Otherwise, members would start a generation without those that they cannot see.
     if not isinstance(folder, StorePath):
         pytest.skip("for stores")
     rendezvous = Rendezvous(folder)

@@ -157,7 +157,7 @@ class World:
             self.clock.ahead = self.skew * k
             try:
                 status = self.hosts[k].poll()
-            except StoreUnreachable:  # As in `Supervisor.run`.
+            except StoreUnreachable:  # `Supervisor.run` retries too.
                 status = None
             except ConfigError:
                 status = 2

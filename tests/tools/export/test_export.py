@@ -348,7 +348,7 @@ def loss_of(params, inputs, key):
 
 
 def exported(predict, given):
-    """Exports a function of the narrow weights and of an input."""
+    """Exports `predict`, a function of the narrow weights and an input."""
     task = LossTask(
         FunctionModel(narrow_weights), loss_of, Learner(optax.sgd, 0.1), predict=predict
     )
